@@ -1,7 +1,8 @@
 """Chat templates: Jinja2 as Hugging Face checkpoints use it, in a sandbox.
 
 A template comes with the model, so it is not trusted. It can only read what it is given, and can
-change nothing.
+change nothing. It can take any time and memory, so it runs in a process of its own
+(shared.confined).
 """
 
 import json
@@ -58,11 +59,10 @@ class ChatTemplate:
     def __init__(self, source: str, special_tokens: Mapping[str, str]) -> None:
         """`special_tokens`: `bos_token` and the like. ModelError if the template is malformed."""
         self._special_tokens = dict(special_tokens)
-        known = "'developer'" in source or '"developer"' in source
-        self.developer = "developer" if known else "system"
-        """The template's role for the API's `developer`, which most templates do not know."""
         try:
             self._template = _environment().from_string(source)
+        except MemoryError:
+            raise
         except Exception as error:  # foreign code: Python's own limits and jinja2's bugs as well
             raise ModelError(f"the model's chat template cannot be read: {error}") from error
 
@@ -79,8 +79,16 @@ class ChatTemplate:
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
+        except MemoryError:
+            raise
         except Exception as error:  # a template is foreign code and may raise anything
             raise BadInput(f"the model's chat template refuses the messages: {error}") from error
+
+
+def developer_role(source: str) -> str:
+    """The template's role for the API's `developer`, which most templates do not know."""
+    known = "'developer'" in source or '"developer"' in source
+    return "developer" if known else "system"
 
 
 def template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:

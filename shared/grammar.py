@@ -10,13 +10,11 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
+from shared.confined.jobs import STACK_BYTES
 from shared.errors import BadInput
 
 MAX_CHARS = 1 << 17
-CHECK_STACK = 8 << 20
-"""Stack in which a grammar is checked. llguidance follows chains of rules by recursion, and a
-process whose stack overflows dies."""
-FOLLOW_STACK = 8 * CHECK_STACK
+FOLLOW_STACK = 8 * STACK_BYTES
 """Stack of threads that follow checked grammars. It is enough for the same rules there, with any
 vocabulary."""
 SPACES = r"[ \n\r\t]{1,20}"
@@ -87,7 +85,7 @@ def check(grammar: str) -> None:
 
     The grammar is made and begun as on a node, over the vocabulary of single bytes. A hostile
     grammar can take any time and end the process, so call this in a process of its own
-    (services.gateway.grammar_process).
+    (shared.confined).
     """
     if len(grammar) > MAX_CHARS:
         raise BadInput(f"has {len(grammar)} characters, at most {MAX_CHARS} are taken")

@@ -5,7 +5,7 @@ A body is decoded and checked here, once. Everything after this works on `Asked`
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -20,6 +20,9 @@ COMPLETION_TOKENS = 16
 MAX_STOPS = 64
 MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_CHARS = 1024
+MAX_STOPS_CHARS = 8192
+"""Of all stop strings together."""
+MAX_MESSAGES = 4096
 MAX_TOP_K = 1 << 30
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
@@ -162,14 +165,13 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     """Each prompt is a text or a list of token ids."""
     if isinstance(given, str):
         return (given,)
-    texts = [item for item in given if isinstance(item, str)]
-    ids = [item for item in given if isinstance(item, int)]
-    lists = [item for item in given if isinstance(item, list)]
     if not given:
         invalid("prompt", "must not be empty")
-    if max(len(texts), len(ids), len(lists)) < len(given):
+    if len(set(map(type, given))) > 1:
         invalid("prompt", "use one kind: texts, token ids, or lists of token ids")
-    return (ids,) if ids else (*texts, *lists)
+    if isinstance(given[0], int):
+        return (cast("list[int]", given),)
+    return tuple(cast("list[str | list[int]]", given))
 
 
 def _message(message: ChatMessage, where: str) -> dict[str, str]:
@@ -233,6 +235,8 @@ def _check_common(body: Common) -> None:
     for stop in stops:
         if not 0 < len(stop) <= MAX_STOP_CHARS:
             invalid("stop", f"every string must have 1 to {MAX_STOP_CHARS} characters")
+    if sum(map(len, stops)) > MAX_STOPS_CHARS:
+        invalid("stop", f"at most {MAX_STOPS_CHARS} characters in all strings together")
     ids = body.stop_token_ids or ()
     if len(ids) > MAX_STOPS or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
         invalid("stop_token_ids", f"at most {MAX_STOPS} ids between 0 and {MAX_TOKEN_ID}")
@@ -277,6 +281,8 @@ def _check_bias(bias: Mapping[str, float]) -> None:
 def _check_chat(body: ChatBody) -> None:
     if not body.messages:
         invalid("messages", "must not be empty")
+    if len(body.messages) > MAX_MESSAGES:
+        invalid("messages", f"at most {MAX_MESSAGES} messages")
     _check_range(body, "max_completion_tokens", 1)
     _check_range(body, "top_logprobs", 0, MAX_LOGPROBS)
     if body.top_logprobs and not body.logprobs:

@@ -10,7 +10,8 @@ import msgspec
 
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
-from shared.chat_template import CHAT_TEMPLATE, ChatTemplate, template_source
+from shared.chat_template import CHAT_TEMPLATE, template_source
+from shared.confined.jobs import Template
 from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
@@ -28,7 +29,8 @@ class Lingo:
     """What is needed to read and write a model's text."""
 
     codec: TextCodec
-    template: ChatTemplate | None
+    template: Template | None
+    """Run by a ConfinedPool only."""
     eos: tuple[int, ...]
     """Ids that end a completion."""
     vocab_size: int
@@ -135,7 +137,7 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         eos |= _ids(codec.token_id(special["eos_token"]))
     return Lingo(
         codec=codec,
-        template=ChatTemplate(source, special) if source else None,
+        template=Template(source, special) if source else None,
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
     )

@@ -5,11 +5,11 @@ import secrets
 import msgspec
 
 from services.gateway.api_error import ApiError, invalid
-from services.gateway.asked import Asked, Dialogue
+from services.gateway.asked import Asked
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.core.requests import Request
-from services.gateway.text import DecodeStream, StopStrings, TextStream
+from services.gateway.text import DecodeStream, Stops, StopStrings, TextStream
 from shared.clock import now
 from shared.errors import BadInput
 from shared.ids import RequestId, new_id
@@ -95,40 +95,6 @@ class Choice:
         return text
 
 
-async def prompts_of(asked: Asked, lingo: Lingo) -> list[list[int]]:
-    """The token ids of every prompt. ApiError 400 if a prompt has none."""
-    prompts = []
-    for prompt in asked.prompts:
-        ids, field = await _ids(prompt, lingo)
-        if not ids:
-            invalid(field, "has no tokens")
-        if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
-            invalid(field, f"token ids must be between 0 and {lingo.vocab_size - 1}")
-        prompts.append(ids)
-    return prompts
-
-
-async def _ids(prompt: str | list[int] | Dialogue, lingo: Lingo) -> tuple[list[int], str]:
-    """The token ids of a prompt, and the field that they come from."""
-    match prompt:
-        case str():
-            return await lingo.codec.encode_prompt(prompt), "prompt"
-        case list():
-            return prompt, "prompt"
-    template = lingo.template
-    if template is None:
-        invalid("model", "has no chat template; use /v1/completions")
-    rendered = template.render(
-        [
-            {**message, "role": template.developer} if message["role"] == "developer" else message
-            for message in prompt.messages
-        ],
-        add_generation_prompt=prompt.add_generation_prompt,
-        arguments=prompt.arguments,
-    )
-    return await lingo.codec.encode_chat(rendered), "messages"
-
-
 def choices_of(
     asked: Asked,
     record: ModelRecord,
@@ -144,6 +110,7 @@ def choices_of(
     _check_size(asked, prompts, scored)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
     rules = _rules_for(asked, lingo)
+    stops = Stops(asked.stops)
     choices = []
     for number, prompt in enumerate(prompts):
         limit = _limit(asked, len(prompt), record.context_length)
@@ -172,7 +139,7 @@ def choices_of(
                     number * asked.n + i,
                     request,
                     DecodeStream(lingo.codec, () if asked.chat else prompt[-CONTEXT:]),
-                    StopStrings(asked.stops),
+                    StopStrings(stops),
                     prompt=number,
                     echo=_echo(asked, number, lingo),
                     min_tokens=asked.rules.min_tokens,
@@ -183,10 +150,6 @@ def choices_of(
 
 
 def _check_size(asked: Asked, prompts: list[list[int]], scored: bool) -> None:
-    try:
-        admission.check_choices(len(prompts), asked.n)
-    except BadInput as error:
-        raise ApiError(400, str(error), param="n") from error
     try:
         tokens = asked.n * sum(map(len, prompts))
         admission.check_scores(tokens, asked.sampling.logprobs if scored else None)

@@ -24,7 +24,7 @@ from services.gateway.catalog import Sight
 from services.gateway.choices import Choice
 from services.gateway.core.requests import Request
 from services.gateway.generation import Generation
-from services.gateway.text import StopStrings
+from services.gateway.text import Stops, StopStrings
 from shared.clock import now
 from shared.ids import RequestId, new_id
 from shared.messages.pool import ModelRecord
@@ -72,7 +72,7 @@ def choice_of(
         sampling=Sampling(logprobs=min(body.top_k, len(sight.labels))),
         waiting_since=now(),
     )
-    return Choice(0, request, _Labels(sight.labels), StopStrings(()))
+    return Choice(0, request, _Labels(sight.labels), StopStrings(Stops(())))
 
 
 def answer(

@@ -17,7 +17,7 @@ from services.gateway.api_error import ApiError, invalid, of_error
 from services.gateway.asked import Asked, chat, completion
 from services.gateway.browsers import browsers
 from services.gateway.catalog import Catalog
-from services.gateway.choices import choices_of, prompts_of
+from services.gateway.choices import choices_of
 from services.gateway.connections import Connections
 from services.gateway.event_ids import NumberedAnswers
 from services.gateway.frontend import NO_BUS, Frontend
@@ -27,6 +27,7 @@ from services.gateway.idempotency import Key, key_of, marks_of
 from services.gateway.images import ImageDecoder
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import CONTENT_TYPE, Metrics
+from services.gateway.prompts import PromptReader
 from services.gateway.text import TextCodec
 from shared.config import GatewayConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
@@ -47,6 +48,7 @@ class Api:
         config: GatewayConfig,
         connections: Connections,
         catalog: Catalog,
+        prompts: PromptReader,
         grammars: GrammarChecker,
         frontend: Frontend,
         metrics: Metrics,
@@ -65,6 +67,7 @@ class Api:
         self._browsers = browsers(config)
         self._decoder = ImageDecoder()
         self._catalog = catalog
+        self._prompts = prompts
         self._grammars = grammars
         self._frontend = frontend
         self._metrics = metrics
@@ -172,7 +175,7 @@ class Api:
     async def _complete(self, request: web.Request, asked: Asked) -> web.StreamResponse:
         record = self._record(asked.model)
         lingo = await self._loaded(record, self._catalog.lingo)
-        prompts = await prompts_of(asked, lingo)
+        prompts = await self._prompts.read(asked, record, lingo)
         key = key_of(request.headers, request.path, await request.read())
         seed = None if key is None else key.seed
         choices = choices_of(asked, record, lingo, prompts, request[_ID], seed)

@@ -22,10 +22,12 @@ from services.gateway.http import Api
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
+from services.gateway.prompts import PromptReader
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
 from shared.clock import now, wall_ns
 from shared.config import GatewayConfig
+from shared.confined.pool import ConfinedPool
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
 from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
@@ -103,6 +105,8 @@ class GatewayService(Service):
         self.url = ""
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
+        self._confined = ConfinedPool()
+        """Where foreign code runs: templates of models, grammars of clients."""
         self._api: Api | None = None
         self._lease: GatewayLease
         self._heard: list[Subscription] = []
@@ -164,8 +168,7 @@ class GatewayService(Service):
 
     async def _open_http(self) -> None:
         config = self._config
-        grammars = GrammarChecker()
-        self.resources.push_async_callback(grammars.close)
+        self.resources.push_async_callback(self._confined.close)
         await self._keyed.open()
         connections = Connections(
             config.max_connections,
@@ -178,7 +181,8 @@ class GatewayService(Service):
             config,
             connections,
             self._catalog,
-            grammars,
+            PromptReader(self._confined),
+            GrammarChecker(self._confined),
             self.frontend,
             self._metrics,
             self._keyed,

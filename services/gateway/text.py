@@ -3,19 +3,26 @@
 import asyncio
 import re
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
 from shared.errors import BadInput, ModelError
 
-_INLINE_CHARS = 1 << 14
-"""Longer texts are tokenized on a thread, while streams go on."""
+_INLINE_CHARS = 1 << 11
+"""More characters are tokenized on a thread, while streams go on. They take a millisecond."""
+THREADS = 2
+"""How many calls' prompts are tokenized at a time. Each takes up to a kilobyte for a character."""
+SHRINKS = 4
+"""A tokenizer that normalizes text may drop characters of it. It is taken to leave a quarter."""
 _UTF8_LONGEST = 4
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64
 _WORD_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
+
+_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -45,38 +52,46 @@ class TextCodec:
         self._added = frozenset(added)
         self._special = {token: found.content for token, found in added.items() if found.special}
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """The most characters that a token stands for."""
+        if self._tokenizer.normalizer is not None:
+            self.longest *= SHRINKS
         self._bos = self.token_id(bos) if bos else None
         self._add_bos = add_bos
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    async def encode_prompt(self, text: str) -> list[int]:
-        """The tokens of a bare prompt, with the special tokens that the model wants, and never two
+    async def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+        """The tokens of bare prompts, with the special tokens that the model wants, and never two
         BOS."""
-        ids = await self._encode(text, special=True)
+        found = await self._encode(texts, special=True)
         bos = self._bos
         if bos is not None:
-            if ids[:2] == [bos, bos]:
-                del ids[0]
-            elif self._add_bos and ids[:1] != [bos]:
-                ids.insert(0, bos)
-        return ids
+            for ids in found:
+                if ids[:2] == [bos, bos]:
+                    del ids[0]
+                elif self._add_bos and ids[:1] != [bos]:
+                    ids.insert(0, bos)
+        return found
 
-    async def encode_chat(self, rendered: str) -> list[int]:
-        """The tokens of a rendered chat template, whose text contains its special tokens."""
+    async def encode_chats(self, rendered: list[str]) -> list[list[int]]:
+        """The tokens of rendered chat templates, whose texts contain their special tokens."""
         return await self._encode(rendered, special=False)
 
-    async def _encode(self, text: str, *, special: bool) -> list[int]:
-        if len(text) <= _INLINE_CHARS:
-            return self._encode_now(text, special)
-        return await asyncio.to_thread(self._encode_now, text, special)
+    async def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+        if sum(map(len, texts)) <= _INLINE_CHARS:
+            return self._encode_now(texts, special)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(_threads, self._encode_now, texts, special)
 
-    def _encode_now(self, text: str, special: bool) -> list[int]:
+    def _encode_now(self, texts: list[str], special: bool) -> list[list[int]]:
+        """In one call, which does not hold the GIL."""
         try:
-            return self._tokenizer.encode(text, add_special_tokens=special).ids
+            found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
         except Exception as error:  # lone surrogates and whatever else the tokenizer refuses
             raise BadInput(f"the text cannot be tokenized: {error}") from error
+        return [one.ids for one in found]
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes that a single token stands for, possibly a part of a character. Empty for
@@ -177,28 +192,56 @@ class Offsets:
         return start
 
 
+class Stops:
+    """Stop strings, made ready for `StopStrings` once for all choices."""
+
+    def __init__(self, strings: tuple[str, ...]) -> None:
+        self.strings = tuple((stop, _borders(stop)) for stop in strings)
+
+
 class StopStrings:
     """Finds the earliest stop string in text that comes in pieces.
 
-    Text that may be the beginning of a stop string is held back until the next piece decides.
+    Text that may be the beginning of a stop string is held back until the next piece decides. Each
+    character is looked at once, whatever came before (Knuth, Morris, Pratt 1977): stop strings come
+    from strangers.
     """
 
-    def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
+    def __init__(self, stops: Stops) -> None:
+        self._stops = stops.strings
+        self._met = [0] * len(self._stops)
+        """How many characters of each stop string the text ends with."""
         self._held = ""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns (text that is certain, whether a stop string was met; then nothing follows)."""
         if not self._stops:
             return text, False
-        text = self._held + text
-        hits = [at for stop in self._stops if (at := text.find(stop)) >= 0]
-        if hits:
+        whole = self._held + text
+        begins = [
+            begin
+            for number in range(len(self._stops))
+            if (begin := self._find(number, text, len(self._held))) is not None
+        ]
+        if begins:
             self._held = ""
-            return text[: min(hits)], True
-        held = max(_overlap(text, stop) for stop in self._stops)
-        self._held = text[len(text) - held :]
-        return text[: len(text) - held], False
+            return whole[: min(begins)], True
+        certain = len(whole) - max(self._met)
+        self._held = whole[certain:]
+        return whole[:certain], False
+
+    def _find(self, number: int, text: str, before: int) -> int | None:
+        """Where the stop string begins in what is held back and this text after it."""
+        stop, borders = self._stops[number]
+        met = self._met[number]
+        for position, char in enumerate(text, before):
+            while met and char != stop[met]:
+                met = borders[met - 1]
+            met += char == stop[met]
+            if met == len(stop):
+                return position + 1 - met
+        self._met[number] = met
+        return None
 
     def flush(self) -> str:
         """The text held back, when no text follows."""
@@ -206,9 +249,13 @@ class StopStrings:
         return held
 
 
-def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a beginning of `stop`, but not all of it."""
-    for size in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:size]):
-            return size
-    return 0
+def _borders(text: str) -> list[int]:
+    """For each beginning of the text: the length of the longest shorter beginning that it ends
+    with."""
+    found, length = [0] * len(text), 0
+    for position in range(1, len(text)):
+        while length and text[position] != text[length]:
+            length = found[length - 1]
+        length += text[position] == text[length]
+        found[position] = length
+    return found

@@ -66,6 +66,25 @@ def check_choices(prompts: int, n: int) -> None:
         )
 
 
+class TooLong(BadInput):
+    """A prompt has no room in the model's context."""
+
+
+def check_prompt(tokens: int, context: int) -> None:
+    """TooLong if a prompt of at least `tokens` tokens leaves no room in the model's context."""
+    if tokens > context:
+        raise TooLong(
+            f"This model's maximum context length is {context} tokens. However, the prompt has "
+            f"{tokens} tokens or more, which leaves no room for a completion: shorten it"
+        )
+
+
+def check_chars(chars: int, longest: int, context: int) -> None:
+    """TooLong if a text of so many characters is certain to leave no room in the model's context.
+    `longest`: the most characters that one token stands for."""
+    check_prompt(-(-chars // longest), context)
+
+
 def check_scores(tokens: int, alternatives: int | None) -> None:
     """BadInput if `tokens` tokens of prompts, with this many alternatives each, are too many to
     score. None: nothing is scored."""

@@ -16,12 +16,13 @@ from services.node.checkpoints.architecture import AnyConfig, read_config
 from services.node.checkpoints.config import HEAD, Shapes
 from services.node.checkpoints.packing import ITEMSIZE, UnitTensor
 from services.node.checkpoints.safetensors_header import StoredTensor, read_header
-from shared.chat_template import CHAT_TEMPLATE, ChatTemplate, template_source
+from shared.chat_template import CHAT_TEMPLATE, template_source
+from shared.confined.jobs import Compile, Refused, Template
+from shared.confined.pool import run_once
 from shared.errors import (
     BadInput,
     CorruptCheckpoint,
     MissingTensor,
-    ModelError,
     NotFound,
     UnsafeCheckpoint,
     UnsupportedModel,
@@ -246,11 +247,10 @@ def _check_template(
 ) -> None:
     """A gateway could serve no request for a model whose template cannot be read."""
     source = template_source(files, tokenizer_config)
-    try:
-        if source:
-            ChatTemplate(source, {})
-    except ModelError as error:
-        raise CorruptCheckpoint(f"{path}: {error}; mend or remove it") from error
+    if source:
+        outcome = run_once(Compile(Template(source, {})))
+        if isinstance(outcome, Refused):
+            raise CorruptCheckpoint(f"{path}: {outcome.why}; mend or remove it")
 
 
 def _read_file(path: Path) -> bytes:

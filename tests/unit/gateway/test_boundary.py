@@ -21,8 +21,8 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.text import DecodeStream, TextCodec
 from shared import subjects
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.chat_template import ChatTemplate
 from shared.config import GatewayConfig
+from shared.confined.pool import ConfinedPool
 from shared.errors import CapacityExceeded
 from shared.ids import InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages import Message
@@ -163,8 +163,8 @@ async def test_a_bug_in_the_core_ends_the_requests_of_its_model_only(
 @pytest.mark.parametrize(
     ("owner", "method", "route", "change"),
     [
-        (ChatTemplate, "render", "chat/completions", {}),
-        (TextCodec, "encode_prompt", "completions", {}),
+        (ConfinedPool, "run", "chat/completions", {}),
+        (TextCodec, "encode_prompts", "completions", {}),
         (DecodeStream, "step", "completions", {}),
         (Answers, "whole", "completions", {}),
         (Answers, "events", "completions", {"stream": True}),

@@ -1,4 +1,4 @@
-"""Grammars are checked in a process that may die of them, and never answers for another one."""
+"""Grammars are checked in a process that may die of them, and once each."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -8,7 +8,8 @@ import pytest
 from services.gateway import grammars
 from services.gateway.grammars import GrammarChecker
 from shared import grammar
-from shared.errors import BadInput, CapacityExceeded, LambdaScaleError
+from shared.confined.pool import ConfinedPool
+from shared.errors import BadInput, CapacityExceeded
 
 
 def chain(links: int) -> str:
@@ -32,9 +33,9 @@ ENDLESS = grammar.from_lark(
 
 @pytest.fixture
 async def checker() -> AsyncIterator[GrammarChecker]:
-    found = GrammarChecker()
-    yield found
-    await found.close()
+    pool = ConfinedPool()
+    yield GrammarChecker(pool)
+    await pool.close()
 
 
 async def test_what_can_be_followed(checker: GrammarChecker) -> None:
@@ -93,40 +94,8 @@ async def test_the_oldest_is_forgotten(
 async def test_no_more_wait_than_may(
     checker: GrammarChecker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "MAX_WAITING", 2)
-    texts = [grammar.from_regex(text) for text in "abc"]
+    monkeypatch.setattr(grammars, "MAX_WAITING", 1)
+    texts = [grammar.from_regex(text) for text in "abcd"]  # two are checked, and one waits
     ends = await asyncio.gather(*map(checker.check, texts), return_exceptions=True)
-    assert [type(end) for end in ends] == [type(None), type(None), CapacityExceeded]
-    await checker.check(texts[2])
-
-
-async def test_who_leaves_takes_no_answer_along(checker: GrammarChecker) -> None:
-    """Nor leaves one behind that would be taken for the next."""
-    await checker.check(SOUND)
-    leaving = asyncio.ensure_future(checker.check(grammar.from_lark("start: nothing")))
-    await asyncio.sleep(0)
-    leaving.cancel()
-    await asyncio.wait([leaving])
-    await checker.check(grammar.from_regex("next"))
-
-
-async def test_a_process_that_was_killed_is_started_again(checker: GrammarChecker) -> None:
-    await checker.check(SOUND)
-    process = checker._process
-    assert process
-    checking = asyncio.ensure_future(checker.check(ENDLESS))
-    await asyncio.sleep(0)
-    process.kill()
-    with pytest.raises(LambdaScaleError, match="try again"):
-        await checking
-    await checker.check(grammar.from_regex("next"))
-
-
-async def test_the_process_ends_with_the_checker() -> None:
-    checker = GrammarChecker()
-    await checker.check(SOUND)
-    process = checker._process
-    await checker.close()
-    assert process
-    assert process.returncode is not None
-    await checker.close()
+    assert [type(end) for end in ends] == [type(None)] * 3 + [CapacityExceeded]
+    await checker.check(texts[3])

@@ -3,7 +3,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from services.gateway.text import DecodeStream, Offsets, StopStrings, TextCodec
+from services.gateway.text import DecodeStream, Offsets, Stops, StopStrings, TextCodec
 from shared.errors import BadInput, ModelError
 from tests.unit.gateway.support import BOS, EOS_ID, TOKENIZER, VOCAB, ids_of
 
@@ -104,19 +104,19 @@ def test_special_tokens_have_no_text() -> None:
 
 
 async def test_bos_is_there_once() -> None:
-    assert await CODEC.encode_prompt("ab") == [0, *ids_of("ab")]
-    assert await CODEC.encode_prompt("<s>ab") == [0, *ids_of("ab")]
-    assert await CODEC.encode_chat("<s>ab") == [0, *ids_of("ab")]
+    assert await CODEC.encode_prompts(["ab"]) == [[0, *ids_of("ab")]]
+    assert await CODEC.encode_prompts(["<s>ab"]) == [[0, *ids_of("ab")]]
+    assert await CODEC.encode_chats(["<s>ab"]) == [[0, *ids_of("ab")]]
     bare = Tokenizer.from_str(TOKENIZER.to_str())
     bare.post_processor = None
     codec = TextCodec(bare.to_str().encode(), bos=BOS, add_bos=True)
-    assert await codec.encode_prompt("ab") == [0, *ids_of("ab")]
-    assert await codec.encode_prompt("<s>ab") == [0, *ids_of("ab")]
+    assert await codec.encode_prompts(["ab"]) == [[0, *ids_of("ab")]]
+    assert await codec.encode_prompts(["<s>ab"]) == [[0, *ids_of("ab")]]
 
 
 async def test_long_texts_are_tokenized_alike() -> None:
     text = "abc " * 10_000
-    assert await CODEC.encode_chat(text) == ids_of(text)
+    assert await CODEC.encode_chats([text]) == [ids_of(text)]
 
 
 async def test_a_tokenizer_that_truncates_does_not_here() -> None:
@@ -124,12 +124,12 @@ async def test_a_tokenizer_that_truncates_does_not_here() -> None:
     short.enable_truncation(4)
     short.enable_padding(length=10)
     codec = TextCodec(short.to_str().encode())
-    assert await codec.encode_chat("a" * 8) == ids_of("a" * 8)
+    assert await codec.encode_chats(["a" * 8]) == [ids_of("a" * 8)]
 
 
 async def test_text_that_is_none() -> None:
     with pytest.raises(BadInput, match="tokenized"):
-        await CODEC.encode_chat("\ud800")
+        await CODEC.encode_chats(["\ud800"])
 
 
 def test_a_broken_tokenizer_is_named() -> None:
@@ -147,7 +147,7 @@ def test_a_broken_tokenizer_is_named() -> None:
 def test_stops_cut_at_the_first_hit_however_the_text_comes(
     pieces: list[str], stops: list[str]
 ) -> None:
-    matcher = StopStrings(tuple(stops))
+    matcher = StopStrings(Stops(tuple(stops)))
     out, met, given_text = "", False, ""
     for piece in pieces:
         given_text += piece
@@ -163,7 +163,7 @@ def test_stops_cut_at_the_first_hit_however_the_text_comes(
 
 
 def test_only_what_may_begin_a_stop_is_held_back() -> None:
-    matcher = StopStrings(("END", "\n\n"))
+    matcher = StopStrings(Stops(("END", "\n\n")))
     assert matcher.push("text E") == ("text ", False)
     assert matcher.push("N") == ("", False)
     assert matcher.push("T\n") == ("ENT", False)
