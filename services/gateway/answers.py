@@ -75,6 +75,11 @@ class Answers:
         usage = self._generation.usage()
         return _encode({**self._common, "choices": choices, "usage": usage})
 
+    @property
+    def long(self) -> bool:
+        """Whether a whole answer has a line for every token, and takes long to write."""
+        return self._asked.logprobs
+
     def _choice(self, choice: Choice, text: str) -> dict[str, object]:
         body = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
         echoed, scores = self._prompt(choice) if self._echoes else ((), ())
@@ -99,21 +104,23 @@ class Answers:
             return None
         pairs = list(zip(tokens, logprobs, strict=True))
         if self._chat:
-            content = [
+            content = (
                 {
                     **self._named(token, found.drawn),
                     "top_logprobs": [self._named(*one) for one in found.top],
                 }
                 for token, found in pairs
                 if found
-            ]
-            return {"content": content, "refusal": None}
+            )
+            return {"content": _list(content), "refusal": None}
         offsets = self._offsets[choice.index]
         return {
-            "tokens": [self._text(token) for token in tokens],
-            "token_logprobs": [found and _finite(found.drawn) for found in logprobs],
-            "top_logprobs": [found and self._alternatives(token, found) for token, found in pairs],
-            "text_offset": [offsets.next(token) for token in tokens],
+            "tokens": _list(self._text(token) for token in tokens),
+            "token_logprobs": _list(found and _finite(found.drawn) for found in logprobs),
+            "top_logprobs": _list(
+                found and self._alternatives(token, found) for token, found in pairs
+            ),
+            "text_offset": _list(offsets.next(token) for token in tokens),
         }
 
     def _prompt(self, choice: Choice) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
@@ -201,6 +208,11 @@ class Answers:
         """The end of a stream that fails after it has begun."""
         wait = b"" if error.retry_after is None else b"retry: %d000\n" % error.retry_after
         return wait + b"data: " + error.body + b"\n\n" + DONE
+
+
+def _list(items: Iterable[object]) -> msgspec.Raw:
+    """A JSON list, encoded in small steps, between which other threads may run."""
+    return msgspec.Raw(b"[" + b",".join(map(_encode, items)) + b"]")
 
 
 def _finite(logprob: float) -> float:

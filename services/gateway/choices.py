@@ -108,12 +108,13 @@ def choices_of(
     None: random seeds."""
     scored = asked.echo and asked.logprobs
     _check_size(asked, prompts, scored)
+    most = _most_generated(asked, len(prompts) * asked.n, record.context_length)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
     rules = _rules_for(asked, lingo)
     stops = Stops(asked.stops)
     choices = []
     for number, prompt in enumerate(prompts):
-        limit = _limit(asked, len(prompt), record.context_length)
+        limit = min(_limit(asked, len(prompt), record.context_length), most)
         for i in range(asked.n):
             if asked.seed is not None:
                 drawn = admission.derive_seed(asked.seed, i)
@@ -155,6 +156,19 @@ def _check_size(asked: Asked, prompts: list[list[int]], scored: bool) -> None:
         admission.check_scores(tokens, asked.sampling.logprobs if scored else None)
     except BadInput as error:
         raise ApiError(400, str(error), param="logprobs") from error
+
+
+def _most_generated(asked: Asked, choices: int, context: int) -> int:
+    """The most tokens of each choice that an answer has room for. A client that asks for more by
+    number is refused; one that leaves the number to us gets no more."""
+    alternatives = asked.sampling.logprobs
+    if alternatives is None:
+        return context
+    try:
+        admission.check_generated_scores(choices * (asked.max_tokens or 0), alternatives)
+    except BadInput as error:
+        raise ApiError(400, str(error), param="logprobs") from error
+    return admission.most_scored(alternatives) // choices
 
 
 def _rules_for(asked: Asked, lingo: Lingo) -> LogitRules | None:

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
 
 import structlog
 from aiohttp import web
@@ -10,14 +9,13 @@ from aiohttp import web
 from services.gateway.answers import WAITING, Answers
 from services.gateway.api_error import ApiError
 from services.gateway.event_ids import NumberedAnswers
-from services.gateway.generation import Generation
+from services.gateway.generation import Delta, Generation
 from services.gateway.keyed_answers import Reader
 
 FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
 """Seconds after which a silent stream sends a sign of life."""
 _NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-Part = TypeVar("Part")
 
 
 async def whole(source: Generation | Reader, answers: Answers) -> web.Response:
@@ -26,7 +24,10 @@ async def whole(source: Generation | Reader, answers: Answers) -> web.Response:
     async for deltas in source.deltas(None):
         for choice, text, *_ in deltas:
             texts[choice.index].append(text)
-    data = await _written(generation, answers.whole, texts)
+    if answers.long:  # 10,000 tokens take 0.2 s: streams go on meanwhile
+        data = await asyncio.to_thread(answers.whole, texts)
+    else:
+        data = answers.whole(texts)
     return web.Response(body=data, content_type="application/json")
 
 
@@ -72,8 +73,10 @@ async def stream(
 
 
 async def _written(
-    generation: Generation, write: Callable[[list[Part]], bytes], what: list[Part]
+    generation: Generation, events: Callable[[list[Delta]], bytes], deltas: list[Delta]
 ) -> bytes:
-    """Encodes an answer. With scores it has a line for every token of the prompt, and 10,000 of
-    them take 0.2 s. So it is encoded on a thread, while streams go on."""
-    return await asyncio.to_thread(write, what) if generation.scored else write(what)
+    """Encodes events. With scores of a prompt there is a line for every token of it, so they are
+    encoded on a thread, while other streams go on."""
+    if generation.scored:
+        return await asyncio.to_thread(events, deltas)
+    return events(deltas)

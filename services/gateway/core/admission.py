@@ -9,7 +9,8 @@ from shared.messages.instances import InstanceSet
 MAX_CHOICES = 128
 """The most completions that one HTTP request may ask for (prompts x n)."""
 MAX_SCORES = 1 << 20
-"""The most log probabilities of prompts in one answer, which takes 120 MB to build."""
+"""The most log probabilities of prompts in one answer, and of generated tokens. They take 120 MB to
+build."""
 _SEED_MASK = (1 << 63) - 1
 _SEED_STEP = 0x9E3779B97F4A7C15
 """Odd, so that every choice of a request gets a different seed (Weyl sequence, golden ratio)."""
@@ -94,6 +95,21 @@ def check_scores(tokens: int, alternatives: int | None) -> None:
             f"with log probabilities: {MAX_SCORES // (alternatives + 1)} at most; send fewer "
             f"prompts in a request"
         )
+
+
+def check_generated_scores(tokens: int, alternatives: int) -> None:
+    """BadInput if `tokens` tokens, with this many alternatives each, have too many log
+    probabilities for an answer."""
+    if tokens > most_scored(alternatives):
+        raise BadInput(
+            f"up to {tokens} tokens with {alternatives} alternatives each have too many log "
+            f"probabilities: {most_scored(alternatives)} tokens at most; lower max_tokens or n"
+        )
+
+
+def most_scored(alternatives: int) -> int:
+    """The most tokens of an answer that have log probabilities."""
+    return MAX_SCORES // (alternatives + 1)
 
 
 def output_limit(prompt: int, asked: int | None, default: int | None, context: int) -> int:

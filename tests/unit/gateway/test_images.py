@@ -123,20 +123,45 @@ def test_a_large_image_is_not_decoded(side: int, says: str) -> None:
         pixels_of(bomb(side), wanted())
 
 
-async def test_the_loop_goes_on_while_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, end = asyncio.Event(), threading.Event()
-    loop = asyncio.get_running_loop()
+class Slow:
+    """In place of `pixels_of`: ends when it is told to."""
 
-    def slow(file: bytes, _: Any) -> bytes:
-        loop.call_soon_threadsafe(begun.set)
-        end.wait()
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: asyncio.Queue[bytes] = asyncio.Queue()
+        self.end = threading.Event()
+        self._loop = asyncio.get_running_loop()
+        monkeypatch.setattr(images, "pixels_of", self._decode)
+
+    def _decode(self, file: bytes, _: Any) -> bytes:
+        self._loop.call_soon_threadsafe(self.begun.put_nowait, file)
+        self.end.wait()
         return file
 
-    monkeypatch.setattr(images, "pixels_of", slow)
-    decoder = ImageDecoder()
-    decoding = asyncio.create_task(decoder.pixels(b"pixels", wanted()))
+
+async def test_the_loop_goes_on_while_an_image_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow, decoder, file = Slow(monkeypatch), ImageDecoder(), saved(picture())
+    decoding = asyncio.create_task(decoder.pixels(file, wanted()))
     async with asyncio.timeout(20):
-        await begun.wait()
-        end.set()
-        assert await decoding == b"pixels"
+        await slow.begun.get()
+        slow.end.set()
+        assert await decoding == file
+    decoder.close()
+
+
+async def test_images_that_are_decoded_at_a_time_share_a_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    slow, file = Slow(monkeypatch), saved(picture())
+    monkeypatch.setattr(images, "MAX_PIXELS", 2 * images.count_pixels(file))
+    decoder = ImageDecoder()
+    decoding = [asyncio.create_task(decoder.pixels(file, wanted())) for _ in range(4)]
+    async with asyncio.timeout(20):
+        await slow.begun.get()
+        await slow.begun.get()
+        decoding[0].cancel()  # its thread is still at it
+        await asyncio.wait([decoding[0]])
+        assert decoder._free == 0
+        slow.end.set()
+        assert await asyncio.gather(*decoding[1:]) == [file] * 3
+    assert decoder._free == images.MAX_PIXELS
     decoder.close()

@@ -134,7 +134,20 @@ async def test_no_more_is_scored_than_an_answer_holds(
     assert [(await post(http, {**body, "n": n}))[0] for n in (2, 3)] == [200, 400]
     _, answer = await post(http, {**body, "logprobs": 4})
     assert answer["error"]["param"] == "logprobs"
-    assert (await post(http, {**body, "logprobs": 20, "echo": False}))[0] == 200
+
+
+async def test_no_more_is_generated_with_scores_than_an_answer_holds(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SCORES", 12)
+    body = {**ASK, "logprobs": 1, "n": 2}
+    assert [(await post(http, {**body, "max_tokens": n}))[0] for n in (3, 4)] == [200, 400]
+    assert (await post(http, {**body, "max_tokens": 50, "logprobs": None}))[0] == 200
+    # Who asks for no number of tokens gets what there is room for.
+    chat = {**CHAT, "logprobs": True, "top_logprobs": 1, "n": 2}
+    _, answer = await post(http, chat, "chat/completions")
+    assert answer["usage"]["completion_tokens"] == 6
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 
 async def test_of_tokens_that_read_the_same_the_most_probable_is_named(

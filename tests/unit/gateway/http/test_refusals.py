@@ -6,8 +6,10 @@ from typing import Any
 import aiohttp
 import pytest
 
+from services.gateway.text import TextCodec
 from shared.config import GatewayConfig
-from tests.unit.gateway.http.builders import ASK, post
+from shared.confined.pool import ConfinedPool
+from tests.unit.gateway.http.builders import ASK, CHAT, post
 from tests.unit.gateway.support import CONTEXT, VOCAB, replica, running
 
 OVERFLOWS = "\n".join(["start: x0", *(f"x{i}: x{i + 1}" for i in range(8000)), 'x8000: "a"'])
@@ -33,6 +35,10 @@ NO_SCHEMA = {"schema": {"type": "objec"}}
         ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids"),
         ({"n": 0}, 400, "n"),
         ({"n": 1000}, 400, "n"),
+        ({"prompt": ["a"] * 1000}, 400, "n"),
+        ({"prompt": "a" * 40_000}, 400, "prompt"),
+        ({"prompt": [1] * 1000}, 400, "prompt"),
+        ({"stop": ["x" * 1000] * 9}, 400, "stop"),
         ({"logit_bias": {str(VOCAB): 1}}, 400, "logit_bias"),
         ({"min_tokens": 51}, 400, "min_tokens"),
         ({"structured_outputs": {"regex": "a(b"}}, 400, "structured_outputs"),
@@ -71,6 +77,25 @@ async def test_context_length_is_named(http: aiohttp.ClientSession) -> None:
         _, answer = await post(http, {**ASK, "prompt": prompt, "max_tokens": CONTEXT})
         assert answer["error"]["code"] == "context_length_exceeded"
         assert answer["error"]["message"].startswith(said)
+
+
+async def test_what_is_too_much_is_refused_before_it_is_read(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(TextCodec, "_encode", never)
+    monkeypatch.setattr(ConfinedPool, "run", never)
+    for change in ({"prompt": ["a"] * 1000}, {"prompt": ["a" * 40_000]}):
+        assert (await post(http, {**ASK, **change}))[0] == 400
+    for messages in (
+        [{"role": "user", "content": "a" * 40_000}],
+        [{"role": "user", "content": "a"}] * 5000,
+    ):
+        body = {**CHAT, "messages": messages}
+        found, answer = await post(http, body, "chat/completions")
+        assert (found, answer["error"]["param"]) == (400, "messages")
 
 
 async def test_unknown_fields_are_ignored(http: aiohttp.ClientSession) -> None:
