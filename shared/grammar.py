@@ -10,11 +10,11 @@ from typing import Any
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
-from shared.confined.jobs import STACK_BYTES
 from shared.errors import BadInput
+from shared.threads import CHECK_STACK
 
 MAX_CHARS = 1 << 17
-FOLLOW_STACK = 8 * STACK_BYTES
+FOLLOW_STACK = 8 * CHECK_STACK
 """Stack of threads that follow checked grammars. It is enough for the same rules there, with any
 vocabulary."""
 SPACES = r"[ \n\r\t]{1,20}"

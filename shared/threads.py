@@ -4,6 +4,10 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
+CHECK_STACK = 8 << 20
+"""Stack in which a grammar is checked. Llguidance follows chains of rules by recursion, and a
+process whose stack overflows dies."""
+
 
 async def to_its_end(function: Callable[[], None], executor: Executor | None = None) -> None:
     """Runs `function` in a thread. Even if it is cancelled, however often, it returns only when the

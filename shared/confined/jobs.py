@@ -4,9 +4,6 @@ from typing import Any
 
 import msgspec
 
-STACK_BYTES = 8 << 20
-"""Stack for a job. Llguidance follows chains of rules by recursion, and a process whose stack
-overflows dies."""
 HEAD_BYTES = 4
 """A frame begins with the length of the rest."""
 

@@ -15,6 +15,7 @@ from shared.chat_template import ChatTemplate
 from shared.confined import jobs
 from shared.confined.jobs import Check, Compile, Done, Job, Outcome, Refused, Render, Template
 from shared.errors import BadInput, ModelError
+from shared.threads import CHECK_STACK
 
 CHECK_S = 0.5
 """Seconds of processor time for one grammar. A node takes about as long to make it, while others
@@ -30,7 +31,7 @@ MAX_TEMPLATES = 64
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    threading.stack_size(jobs.STACK_BYTES)
+    threading.stack_size(CHECK_STACK)
     serving = threading.Thread(target=_serve)
     serving.start()
     serving.join()

@@ -89,11 +89,8 @@ async def test_what_is_too_much_is_refused_before_it_is_read(
     monkeypatch.setattr(ConfinedPool, "run", never)
     for change in ({"prompt": ["a"] * 1000}, {"prompt": ["a" * 40_000]}):
         assert (await post(http, {**ASK, **change}))[0] == 400
-    for messages in (
-        [{"role": "user", "content": "a" * 40_000}],
-        [{"role": "user", "content": "a"}] * 5000,
-    ):
-        body = {**CHAT, "messages": messages}
+    for content, count in (("a" * 40_000, 1), ("a", 5000)):
+        body = {**CHAT, "messages": [{"role": "user", "content": content}] * count}
         found, answer = await post(http, body, "chat/completions")
         assert (found, answer["error"]["param"]) == (400, "messages")
 
