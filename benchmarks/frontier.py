@@ -19,6 +19,7 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import median
 
@@ -49,8 +50,6 @@ BAR, BAR_LOADING, BAR_IDEAL, IDEAL_MORE = 1.0, 0.8, 1.15, 1.1
 TAIL_S = 30.0
 """Device seconds are counted until this long after the window's end, for every system."""
 SLOTS = 16
-AIMS_MS = (0.0, 500.0, 1000.0, 1500.0, 2000.0)
-"""Our objectives for TTFT. 0: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,23 +89,21 @@ WINDOWS = (
 
 
 def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
-    """What a system is run with. The least number of replicas is 0 for many models."""
-    least = 0 if at.many else 1
-    if system == IDEAL:
-        return tuple(Knobs(2.0, least, 1.0, aim) for aim in AIMS_MS[:2])
-    if system == OURS:
-        aims = tuple(Knobs(2.0, least, 1.0, aim) for aim in AIMS_MS)
-        filled = tuple(Knobs(2.0, least, share, 0.0) for share in (0.7, 0.5, 0.35))
-        return (
-            Knobs(0.5, least, 1.0, AIMS_MS[-1]),
-            *aims,
-            *filled,
-            Knobs(15.0, least, 1.0, AIMS_MS[1]),
-        )
-    full = (1.0, 0.5) if system == BLITZSCALE else (1.0, 0.5, 0.25, 0.125)
+    """What a system is run with: the same times for which replicas are kept for all, and ours
+    with objectives as well. The least number of replicas is 0 for many models."""
     if at.many:
-        return tuple(Knobs(kept_s, 0, full[0]) for kept_s in (2.0, 8.0, 30.0))
-    return tuple(Knobs(2.0, 1, target) for target in full)
+        full = (1.0, 0.5) if system in (OURS, BLITZSCALE) else (1.0,)
+        knobs = tuple(Knobs(kept_s, 0, full[0]) for kept_s in (0.5, 2.0, 8.0, 30.0))
+        return (*knobs, *(Knobs(2.0, 0, each) for each in full[1:]))
+    if system == OURS:
+        filled = product((0.5, 2.0), (1.0, 0.5, 0.35))
+        aimed = ((0.5, 1.0, 500.0), (0.5, 0.5, 1000.0), (0.5, 1.0, 2000.0))
+        return (
+            *(Knobs(kept_s, 1, full) for kept_s, full in filled),
+            *(Knobs(kept_s, 1, full, aim) for kept_s, full, aim in aimed),
+        )
+    targets = (1.0, 0.5) if system in (BLITZSCALE, IDEAL) else (1.0, 0.5, 0.25, 0.125)
+    return tuple(Knobs(kept_s, 1, target) for kept_s, target in product((2.0, 0.5), targets))
 
 
 def setting(at: Window, folder: Path, seed: int) -> Setting:

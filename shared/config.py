@@ -112,7 +112,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     burst before work waits, for more device time."""
     idle_s: Seconds = 2.0
     """What it is worth not to load an instance again, in device seconds. An instance is given back
-    when the load has not needed it for this long, or for as long as the model's history says."""
+    when the load has not needed it for this long. Its copy in host memory stays for about a hundred
+    times as long, or for as long as the model's history says."""
     scale_up_hold_s: Seconds = 0.2
     """The load must justify more instances for this long, so that a blip does not move weights."""
     horizon_s: Seconds = 1.0

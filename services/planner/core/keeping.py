@@ -1,20 +1,23 @@
-"""For how long a replica is kept that the load needs no longer, by its model's own history; pure.
+"""For how long what the load needs no longer is kept; pure.
 
 Replicas are numbered: number k is needed while the load needs k or more. When the need falls below
 k, a *gap* of number k begins; it ends when the need is k again. So the gaps of higher numbers are
 those between larger bursts.
 
 To keep a replica for T seconds of a gap takes as many device seconds. To let it go costs a price
-if it is needed again: what it is worth not to load it then, in device seconds. With nothing known
-of the gaps, T = price is right: whatever the gap, no more than twice the least cost is paid (the
-ski rental problem). Once enough gaps have been seen, that T is taken that would have cost least
-over them, with one more gap that never ends:
+if it is needed again: what it is worth not to load it then, in device seconds. T = price is right:
+whatever the gap, no more than twice the least cost is paid (the ski rental problem). That is how
+long replicas are kept.
+
+Copies in host memory are cheaper, and stay for longer when their replicas go: there the price is
+higher (`HOST_SHARE`). Gaps of that length are worth learning. Once enough of them have been seen,
+that T is taken that would have cost least over them, with one more gap that never ends:
 
     sum over the gaps g of  g if g <= T, else T + price
 
 So what comes back soon is kept until then, and what comes back late goes at once. T is never more
-than the price times the number of gaps plus one. The same rule says how long a copy is kept in host
-memory, which is cheaper: there the price is higher (`HOST_SHARE`).
+than the price times the number of gaps plus one. (Replicas are not kept so: most of their gaps are
+lulls of a burst, so they went after a fraction of a second, and the burst found them gone.)
 """
 
 from bisect import bisect_left
@@ -79,7 +82,7 @@ NOT_NEEDED = Idle()
 
 @dataclass(frozen=True, slots=True)
 class Keep:
-    """For how long a replica is kept that is not needed, and why."""
+    """For how long a copy is kept that is not needed, and why."""
 
     seconds: float
     shorter: int = 0
@@ -99,7 +102,7 @@ class Gaps:
     def __init__(self, known: Counts = ()) -> None:
         fits = (counts for counts in known if len(counts) == len(_EDGES))
         self._counts = [list(counts) for counts in fits]
-        self._found: dict[tuple[int, float, float], Keep] = {}
+        self._found: dict[tuple[int, float], Keep] = {}
         """What `keep` has answered since the number's last gap."""
 
     @property
@@ -114,14 +117,13 @@ class Gaps:
         counts[min(bisect_left(_EDGES, seconds), len(_EDGES) - 1)] += 1
         self._found = {asked: keep for asked, keep in self._found.items() if asked[0] != number}
 
-    def keep(self, number: int, price_s: float, unknown_s: float) -> Keep:
-        """`price_s`: the price of letting it go, in seconds of keeping it. `unknown_s`: for how
-        long it is kept while too little is known."""
-        asked = number, price_s, unknown_s
+    def keep(self, number: int, price_s: float) -> Keep:
+        """`price_s`: the price of letting it go, in seconds of keeping it."""
+        asked = number, price_s
         if asked not in self._found:
             counts = self._counts[number - 1] if number <= len(self._counts) else []
             known = sum(counts) >= ENOUGH
-            self._found[asked] = _cheapest(counts, price_s) if known else Keep(unknown_s)
+            self._found[asked] = _cheapest(counts, price_s) if known else Keep(price_s)
         return self._found[asked]
 
 

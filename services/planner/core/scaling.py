@@ -7,8 +7,8 @@ are asked for only when work waits, and replicas on their way count, so a burst 
 little work must wait for a while, so that a blip moves no weights; a queue worth several instances
 is answered at once. While the load grows, the expected load at the time when more replicas are
 there is answered at once, too. A model with objectives gets the least number of replicas that keeps
-them (`objectives`). Each replica goes when it has not been needed for its keep-alive time: scaling
-back up is cheap here (BlitzScale, section 5.4). `keeping` says how long that is.
+them (`objectives`). Each replica goes when it has not been needed for the keep-alive time: scaling
+back up is cheap here (BlitzScale, section 5.4). `keeping` says how long its copy stays in memory.
 """
 
 import math
@@ -77,10 +77,9 @@ class Policy:
     idle_s: float
     prefill_s_per_token: float = 0.0
     """Seconds, as nodes measured them. 0: not known, and prefill does not count."""
-    keep: Callable[[int], Keep] | None = None
-    """How long the replica of a number is kept that is not needed. None: each for `idle_s`."""
     keep_asleep: Callable[[int], Keep] | None = None
-    """How long its copy is kept in memory meanwhile, asleep. None: not at all."""
+    """How long the copy of the replica of a number is kept in memory, asleep, when the replica is
+    not needed. None: not at all."""
     fixed: int | None = None
     """The operator's number of replicas, which overrules the load."""
     fill: float = 1.0
@@ -96,14 +95,9 @@ class Policy:
     """The replicas that serve and that are loading, for objectives. None: those that load are
     expected to serve after `horizon_s`."""
 
-    def kept(self, number: int) -> Keep:
+    def keep_s(self, _: int) -> float:
         """How long the replica of a number is kept that is not needed."""
-        if self.fixed is not None:
-            return Keep(0.0)
-        return self.keep(number) if self.keep is not None else Keep(self.idle_s)
-
-    def keep_s(self, number: int) -> float:
-        return self.kept(number).seconds
+        return 0.0 if self.fixed is not None else self.idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -358,8 +352,8 @@ def _cause_down(demand: Demand, policy: Policy, have: int, kept: int, since_s: f
     arriving = demand.arrivals.rate
     rate = f", {arriving:.1f} requests a second" if arriving >= 0.05 else ""
     return (
-        f"{have} replicas serve, {kept} are enough for {since_s:.1f} s "
-        f"(keep-alive {policy.kept(kept + 1)}): {_in_words(demand, policy).rstrip(',')}{rate}"
+        f"{have} replicas serve, {kept} {'is' if kept == 1 else 'are'} enough for {since_s:.1f} s "
+        f"(keep-alive {policy.idle_s:g} s): {_in_words(demand, policy).rstrip(',')}{rate}"
     )
 
 

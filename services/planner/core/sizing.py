@@ -91,7 +91,7 @@ class Sizing:
             history = msgspec.structs.replace(self._rhythm.history, gaps=self._gaps.counts)
             self._desk.do(*archive.remember(record.model_id, history, self._desk.cause))
         self._set_batch(demand, policy)
-        policy = self._ahead(self._with_history(policy, record), supply.horizon_s)
+        policy = self._ahead(self._with_history(policy), supply.horizon_s)
         idle = self._scaler.idle
         self._scaler, decision = self._desk.settings.decide(
             self._scaler,
@@ -195,17 +195,12 @@ class Sizing:
             for number, seconds in before.ended(self._scaler.idle, self._desk.at):
                 self._gaps.note(number, seconds)
 
-    def _with_history(self, policy: Policy, record: ModelRecord) -> Policy:
-        """The policy with what is known of the gaps between bursts. A keep-alive time of the
-        model's own is kept to the second."""
+    def _with_history(self, policy: Policy) -> Policy:
+        """The policy with what is known of the gaps between bursts."""
         if not self._desk.settings.anticipate:
             return policy
-        price_s, host_s = policy.idle_s, policy.idle_s / HOST_SHARE
-        asleep = partial(self._gaps.keep, price_s=host_s, unknown_s=host_s)
-        if record.keep_alive_s is not None:
-            return replace(policy, keep_asleep=asleep)
-        keep = partial(self._gaps.keep, price_s=price_s, unknown_s=price_s)
-        return replace(policy, keep=keep, keep_asleep=asleep)
+        asleep = partial(self._gaps.keep, price_s=policy.idle_s / HOST_SHARE)
+        return replace(policy, keep_asleep=asleep)
 
     def _ahead(self, policy: Policy, horizon_s: float) -> Policy:
         """The policy with what the model's history lets expect."""

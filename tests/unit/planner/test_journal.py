@@ -37,7 +37,7 @@ async def test_more_and_fewer_say_for_what_load(cluster: Cluster) -> None:
     assert (more.event, more.why) == (done.id, done.cause)
     assert (fewer.verdict, fewer.replicas, fewer.wanted) == (Verdict.FEWER, 2, 1)
     assert len(fewer.nodes) == 1
-    assert fewer.why.startswith("2 replicas serve, 1 are enough for ")
+    assert fewer.why.startswith("2 replicas serve, 1 is enough for ")
     assert fewer.why.endswith(
         "0 requests queued and 0 running; 2 copies stay in memory, the last for 200 s"
     )

@@ -52,15 +52,15 @@ def learnt(lengths: Sequence[float], number: int = 1) -> Gaps:
 
 def test_few_gaps_say_nothing() -> None:
     gaps = learnt([1.0] * (int(ENOUGH) - 1))
-    assert str(gaps.keep(1, 2.0, 3.0)) == "3 s"
-    assert gaps.keep(2, 2.0, 3.0).seconds == 3.0
-    assert gaps.keep(1, 2.0, 3.0).gaps == 0
+    assert str(gaps.keep(1, 2.0)) == "2 s"
+    assert gaps.keep(2, 3.0).seconds == 3.0
+    assert gaps.keep(1, 2.0).gaps == 0
 
 
 def test_what_comes_back_soon_is_kept_and_what_comes_back_late_goes_at_once() -> None:
-    assert learnt([3.5] * 30).keep(1, 2.0, 2.0).seconds == 0.0, "3.5 s cost more than the price"
-    assert learnt([3.5] * 30).keep(1, 6.0, 6.0).seconds == 4.0
-    mixed = learnt([0.9, 0.9, 0.9, 300.0] * 10).keep(1, 2.0, 2.0)
+    assert learnt([3.5] * 30).keep(1, 2.0).seconds == 0.0, "3.5 s cost more than the price"
+    assert learnt([3.5] * 30).keep(1, 6.0).seconds == 4.0
+    mixed = learnt([0.9, 0.9, 0.9, 300.0] * 10).keep(1, 2.0)
     assert (mixed.seconds, str(mixed)) == (1.0, "1.0 s: 22 of its last 30 gaps were no longer")
 
 
@@ -69,8 +69,8 @@ def test_the_other_numbers_and_what_is_long_past_do_not_count() -> None:
     for _ in range(300):
         gaps.note(1, 100.0)
         gaps.note(2, 0.5)
-    assert gaps.keep(1, 2.0, 2.0).seconds == 0.0
-    assert gaps.keep(2, 2.0, 2.0).seconds == 0.5
+    assert gaps.keep(1, 2.0).seconds == 0.0
+    assert gaps.keep(2, 2.0).seconds == 0.5
 
 
 def cost(lengths: Sequence[float], kept_s: float, price_s: float) -> float:
@@ -84,7 +84,7 @@ def cost(lengths: Sequence[float], kept_s: float, price_s: float) -> float:
 def test_it_costs_about_the_least_that_one_time_can_cost_and_never_runs_away(
     lengths: list[float], price_s: float
 ) -> None:
-    kept_s = learnt(lengths).keep(1, price_s, price_s).seconds
+    kept_s = learnt(lengths).keep(1, price_s).seconds
     assert 0 <= kept_s <= price_s * (len(lengths) + 1)
     best = min(cost(lengths, each, price_s) for each in (0.0, price_s, *lengths))
     # Lengths are known to within a factor of root 2, older ones count less, and there is one more.
@@ -94,4 +94,4 @@ def test_it_costs_about_the_least_that_one_time_can_cost_and_never_runs_away(
 @pytest.mark.parametrize("price_s", [1.0, 4.0])
 def test_dearer_reloads_keep_longer(price_s: float) -> None:
     gaps = learnt([0.5, 1.0, 2.0, 4.0, 8.0, 16.0] * 6)
-    assert gaps.keep(1, price_s, 1.0).seconds <= gaps.keep(1, 2 * price_s, 1.0).seconds
+    assert gaps.keep(1, price_s).seconds <= gaps.keep(1, 2 * price_s).seconds

@@ -215,19 +215,17 @@ def test_replicas_that_came_for_growth_count_as_needed_when_they_were_asked_for(
     assert (decision.replicas, decision.wake_at) == (3, 3.0)
 
 
-def test_history_says_how_long_each_is_kept_and_how_many_copies_sleep() -> None:
+def test_history_says_how_many_copies_sleep_and_the_keep_alive_how_long_replicas_stay() -> None:
     rules = replace(
-        policy(),
-        keep=lambda number: Keep(0.5, 9, 10) if number == 3 else Keep(4.0),
-        keep_asleep=lambda number: Keep(100.0),
+        policy(), idle_s=0.5, keep_asleep=lambda number: Keep(100.0 if number == 3 else 0.0)
     )
     scaler, decision = ask(demand(running=12), rules, have=3, now=0.0)
     assert decision.in_memory == 3
     scaler, decision = ask(demand(running=1), rules, have=3, now=1.0, scaler=scaler)
     assert decision.wake_at == 1.5
     scaler, decision = ask(demand(running=1), rules, have=3, now=1.5, scaler=scaler)
-    assert (decision.replicas, decision.in_memory) == (2, 3)
-    assert "2 are enough for 0.5 s (keep-alive 0.5 s: 9 of its last 10 gaps" in decision.cause
+    assert (decision.replicas, decision.in_memory) == (1, 3)
+    assert "1 is enough for 0.5 s (keep-alive 0.5 s)" in decision.cause
     assert decision.cause.endswith("; 3 copies stay in memory, the last for 100 s")
     scaler, decision = ask(demand(running=1), rules, have=1, now=100.9, scaler=scaler)
     assert decision.in_memory == 3

@@ -77,7 +77,7 @@ def test_each_replica_goes_after_the_keep_alive_time() -> None:
 
 
 def test_the_history_is_ours_and_copies_in_memory_are_lambda_scales() -> None:
-    learnt = replace(POLICY, keep=lambda _: Keep(0.0), keep_asleep=lambda _: Keep(100.0))
+    learnt = replace(POLICY, keep_asleep=lambda _: Keep(100.0))
     for rule, cached in ((per_request(0.5), 0), (per_request_cached(0.5), 3)):
         scaler, _ = ask(rule, load(running=20), have=3, now=10.0, policy=learnt)
         scaler, decision = ask(rule, load(), have=3, now=24.0, scaler=scaler, policy=learnt)
