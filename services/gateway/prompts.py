@@ -51,12 +51,12 @@ class PromptReader:
                 for prompt in prompts
                 if isinstance(prompt, Dialogue)
             ]
-            return await lingo.codec.encode_chats(rendered)
+            return await lingo.codec.encode_chats(rendered, record.context_length)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             admission.check_chars(len(text), lingo.codec.longest, record.context_length)
         if texts:
-            return await lingo.codec.encode_prompts(texts)
+            return await lingo.codec.encode_prompts(texts, record.context_length)
         lists = [prompt for prompt in prompts if isinstance(prompt, list)]
         for ids in lists:
             admission.check_prompt(len(ids), record.context_length)

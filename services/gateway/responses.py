@@ -8,6 +8,7 @@ from aiohttp import web
 
 from services.gateway.answers import WAITING, Answers
 from services.gateway.api_error import ApiError
+from services.gateway.aside import aside
 from services.gateway.event_ids import NumberedAnswers
 from services.gateway.generation import Delta, Generation
 from services.gateway.keyed_answers import Reader
@@ -25,7 +26,7 @@ async def whole(source: Generation | Reader, answers: Answers) -> web.Response:
         for choice, text, *_ in deltas:
             texts[choice.index].append(text)
     if answers.long:  # 10,000 tokens take 0.2 s: streams go on meanwhile
-        data = await asyncio.to_thread(answers.whole, texts)
+        data = await aside(answers.whole, texts)
     else:
         data = answers.whole(texts)
     return web.Response(body=data, content_type="application/json")
@@ -78,5 +79,5 @@ async def _written(
     """Encodes events. With scores of a prompt there is a line for every token of it, so they are
     encoded on a thread, while other streams go on."""
     if generation.scored:
-        return await asyncio.to_thread(events, deltas)
+        return await aside(events, deltas)
     return events(deltas)

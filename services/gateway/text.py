@@ -1,19 +1,17 @@
 """Text to tokens, and tokens back to text while they are generated."""
 
-import asyncio
 import re
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from tokenizers import Tokenizer
 
+from services.gateway.aside import aside
+from services.gateway.core.admission import check_prompt
 from shared.errors import BadInput, ModelError
 
 _INLINE_CHARS = 1 << 11
 """More characters are tokenized on a thread, while streams go on. They take a millisecond."""
-THREADS = 2
-"""How many calls' prompts are tokenized at a time. Each takes up to a kilobyte for a character."""
 SHRINKS = 4
 """A tokenizer that normalizes text may drop characters of it. It is taken to leave a quarter."""
 _UTF8_LONGEST = 4
@@ -21,8 +19,6 @@ _REPLACEMENT = "\ufffd"
 _WINDOW = 64
 _WORD_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
-
-_threads = ThreadPoolExecutor(THREADS, thread_name_prefix="tokens")
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -62,10 +58,10 @@ class TextCodec:
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
 
-    async def encode_prompts(self, texts: list[str]) -> list[list[int]]:
+    async def encode_prompts(self, texts: list[str], most: int) -> list[list[int]]:
         """The tokens of bare prompts, with the special tokens that the model wants, and never two
-        BOS."""
-        found = await self._encode(texts, special=True)
+        BOS. TooLong if a prompt has more than `most`."""
+        found = await self._encode(texts, most, special=True)
         bos = self._bos
         if bos is not None:
             for ids in found:
@@ -75,22 +71,24 @@ class TextCodec:
                     ids.insert(0, bos)
         return found
 
-    async def encode_chats(self, rendered: list[str]) -> list[list[int]]:
-        """The tokens of rendered chat templates, whose texts contain their special tokens."""
-        return await self._encode(rendered, special=False)
+    async def encode_chats(self, rendered: list[str], most: int) -> list[list[int]]:
+        """The tokens of rendered chat templates, whose texts contain their special tokens. TooLong
+        if a text has more than `most`."""
+        return await self._encode(rendered, most, special=False)
 
-    async def _encode(self, texts: list[str], *, special: bool) -> list[list[int]]:
+    async def _encode(self, texts: list[str], most: int, *, special: bool) -> list[list[int]]:
         if sum(map(len, texts)) <= _INLINE_CHARS:
-            return self._encode_now(texts, special)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(_threads, self._encode_now, texts, special)
+            return self._encode_now(texts, special, most)
+        return await aside(self._encode_now, texts, special, most)
 
-    def _encode_now(self, texts: list[str], special: bool) -> list[list[int]]:
+    def _encode_now(self, texts: list[str], special: bool, most: int) -> list[list[int]]:
         """In one call, which does not hold the GIL."""
         try:
             found = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special)
         except Exception as error:  # lone surrogates and whatever else the tokenizer refuses
             raise BadInput(f"the text cannot be tokenized: {error}") from error
+        for one in found:
+            check_prompt(len(one), most)
         return [one.ids for one in found]
 
     def token_bytes(self, token: int) -> bytes:

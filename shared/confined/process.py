@@ -4,6 +4,7 @@ It reads jobs from its standard input and answers each on its standard output. A
 than its share of processor time, memory or stack ends the process; so does the end of its input.
 """
 
+import os
 import resource
 import signal
 import sys
@@ -25,12 +26,15 @@ TEMPLATE_S = 0.25
 GRAMMAR_BYTES = 2 << 30
 """How much more memory than before a grammar may take."""
 TEMPLATE_BYTES = 256 << 20
+NICE = 10
+"""How much the scheduler prefers those who serve where processors are short."""
 MAX_TEMPLATES = 64
 """How many templates are kept ready."""
 
 
 def main() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    os.nice(NICE)
     threading.stack_size(CHECK_STACK)
     serving = threading.Thread(target=_serve)
     serving.start()

@@ -3,6 +3,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
+from services.gateway.core.admission import TooLong
 from services.gateway.text import DecodeStream, Offsets, Stops, StopStrings, TextCodec
 from shared.errors import BadInput, ModelError
 from tests.unit.gateway.support import BOS, EOS_ID, TOKENIZER, VOCAB, ids_of
@@ -100,23 +101,34 @@ def test_special_tokens_have_no_text() -> None:
     assert "".join(streamed(CODEC, [*ids_of("a"), EOS_ID, *ids_of("b")])) == "ab"
 
 
+MOST = 100_000
+
+
 # --- prompts -------------------------------------------------------------------
 
 
 async def test_bos_is_there_once() -> None:
-    assert await CODEC.encode_prompts(["ab"]) == [[0, *ids_of("ab")]]
-    assert await CODEC.encode_prompts(["<s>ab"]) == [[0, *ids_of("ab")]]
-    assert await CODEC.encode_chats(["<s>ab"]) == [[0, *ids_of("ab")]]
+    assert await CODEC.encode_prompts(["ab"], MOST) == [[0, *ids_of("ab")]]
+    assert await CODEC.encode_prompts(["<s>ab"], MOST) == [[0, *ids_of("ab")]]
+    assert await CODEC.encode_chats(["<s>ab"], MOST) == [[0, *ids_of("ab")]]
     bare = Tokenizer.from_str(TOKENIZER.to_str())
     bare.post_processor = None
     codec = TextCodec(bare.to_str().encode(), bos=BOS, add_bos=True)
-    assert await codec.encode_prompts(["ab"]) == [[0, *ids_of("ab")]]
-    assert await codec.encode_prompts(["<s>ab"]) == [[0, *ids_of("ab")]]
+    assert await codec.encode_prompts(["ab"], MOST) == [[0, *ids_of("ab")]]
+    assert await codec.encode_prompts(["<s>ab"], MOST) == [[0, *ids_of("ab")]]
 
 
 async def test_long_texts_are_tokenized_alike() -> None:
     text = "abc " * 10_000
-    assert await CODEC.encode_chats([text]) == [ids_of(text)]
+    assert await CODEC.encode_chats([text], MOST) == [ids_of(text)]
+
+
+@pytest.mark.parametrize("text", ["abc", "abc " * 10_000])
+async def test_more_tokens_than_may_be_are_refused(text: str) -> None:
+    count = len(ids_of(text))
+    assert len((await CODEC.encode_chats([text], count))[0]) == count
+    with pytest.raises(TooLong, match=f"the prompt has {count} tokens"):
+        await CODEC.encode_chats([text], count - 1)
 
 
 async def test_a_tokenizer_that_truncates_does_not_here() -> None:
@@ -124,12 +136,12 @@ async def test_a_tokenizer_that_truncates_does_not_here() -> None:
     short.enable_truncation(4)
     short.enable_padding(length=10)
     codec = TextCodec(short.to_str().encode())
-    assert await codec.encode_chats(["a" * 8]) == [ids_of("a" * 8)]
+    assert await codec.encode_chats(["a" * 8], MOST) == [ids_of("a" * 8)]
 
 
 async def test_text_that_is_none() -> None:
     with pytest.raises(BadInput, match="tokenized"):
-        await CODEC.encode_chats(["\ud800"])
+        await CODEC.encode_chats(["\ud800"], MOST)
 
 
 def test_a_broken_tokenizer_is_named() -> None:
