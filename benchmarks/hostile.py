@@ -1,10 +1,10 @@
 """How long hostile requests hold up the streams of others at a gateway.
 
-Run: .venv/bin/python -m benchmarks.hostile, where nothing else runs. It starts a real cluster of one
-node with a tiny model of a long context on this machine. While each attack is under way, another
-process asks the gateway for /health every 5 ms. Its longest wait is the longest stall of every
-stream, because streams and /health wait for the same loop. The limit is 20 ms more than the longest
-wait without an attack.
+Run: .venv/bin/python -m benchmarks.hostile, where nothing else runs. It starts a real cluster of
+one node with a tiny model of a long context on this machine. While each attack is under way,
+another process asks the gateway for /health every 5 ms. Its longest wait is the longest stall of
+every stream, because streams and /health wait for the same loop. The limit is 20 ms more than the
+longest wait without an attack.
 """
 
 import asyncio
