@@ -12,7 +12,7 @@ from benchmarks.testbed import Testbed, Wiring, control_address, data_address
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.nats_servers import Place
 from services.local.nats_servers import names as nats_names
-from services.local.processes import NATS
+from services.local.processes import NATS, StartFailed
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared.bus.base import Bus
@@ -107,7 +107,7 @@ class Harness:
         while True:
             await self.cluster.ended(name)
             await asyncio.sleep(RESTART_S)
-            with contextlib.suppress(BusError):  # then it is tried again
+            with contextlib.suppress(BusError, StartFailed):  # then it is tried again
                 await self.cluster.start_again(name)
 
 
@@ -173,6 +173,5 @@ def _places(bed: Testbed) -> Mapping[str, Place]:
             "gateway": {"LAMBDASCALE_GATEWAY_HOST": address},
             "node": {"LAMBDASCALE_NODE_HOST": data_address(number)},
         }.get(role, {})
-        within = ("nsenter", f"--net={bed.hosts[number].path}", "--")
-        places[name] = Place(address, within, settings)
+        places[name] = Place(address, bed.hosts[number].path, settings=settings)
     return places

@@ -17,6 +17,7 @@ import msgspec
 
 from services.local import credentials, processes
 from services.local.credentials import OPERATOR, User
+from services.local.forking import Forked, ForkServer, Order
 from services.local.nats_servers import HERE, NatsServers, Place, free_ports
 from services.local.private import private_directory
 from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
@@ -34,7 +35,7 @@ from shared.pool_pages import read_pool
 
 READY_S = 60.0
 READY_PER_NODE_S = 3.0
-"""Seconds for each node to start: it imports torch, and all share the machine's cores."""
+"""Seconds for each node to start: all share the machine's cores."""
 POLL_S = 0.05
 GATEWAY = "gateway"
 SECRET = "secret"
@@ -72,7 +73,7 @@ class ClusterSpec:
 
 @dataclass(frozen=True, slots=True)
 class Child:
-    process: "subprocess.Popen[bytes]"
+    process: "Forked | subprocess.Popen[bytes]"
     log_from: int
     """The size of its log when it was started."""
 
@@ -121,6 +122,10 @@ class Cluster:
         self.state = ClusterState()
         self._lock: int | None = None
         self._nats: NatsServers | None = None
+        self._fork_server = ForkServer(
+            processes.log_of(spec.directory, "fork-server"),
+            processes.environment(spec.directory, spec.settings),
+        )
         self._children: dict[str, Child] = {}
         self._gateway_ports: dict[str, int | None] = {}
         """The port of each gateway, by its name; None: as configured."""
@@ -144,12 +149,14 @@ class Cluster:
         make_secret(self.spec.directory / SECRET)
         count = self.spec.nats_servers
         say("starting nats-server" if count == 1 else f"starting {count} nats-servers")
+        self._fork_server.start()
         await self._start_nats(count)
         before = await self._last_generations()
         nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
         say(f"starting registry, planner, gateway and {nodes}")
         ports = free_ports(self.spec.gateways - 1)
         self._gateway_ports[GATEWAY] = self.spec.gateway_port
+        await self._fork_server.ready()
         for number, port in enumerate(ports):
             self._gateway_ports[f"{GATEWAY}-{number + 2}"] = port
         for name in self.services:
@@ -250,8 +257,12 @@ class Cluster:
             **settings,
             **place.settings,
         }
-        arguments = ["--config", self.state.config] if self.state.config else []
-        process = processes.spawn(directory, name, role, arguments, merged, within=place.within)
+        words = (role, "--config", self.state.config) if self.state.config else (role,)
+        process: Forked | subprocess.Popen[bytes]
+        if place.within:
+            process = processes.spawn(directory, name, words, merged, within=place.command)
+        else:
+            process = self._fork_server.fork(Order(name, words, merged, str(log), place.network))
         self._children[name] = Child(process, log_from)
         self._note(processes.record(name, role, process.pid))
 
@@ -351,16 +362,21 @@ class Cluster:
     async def ended(self, name: str) -> int:
         """Waits for the end of a process, unless it has ended already. Returns its exit code."""
         if name in self._children:
-            return await processes.ended(self._children[name].process)
+            process = self._children[name].process
+            if isinstance(process, Forked):
+                return await process.ended()
+            return await processes.ended(process)
         return await self._nats_there.ended(name)
 
     async def start_again(self, name: str) -> None:
-        """Starts a process that ended, with the same ports. BusError if a nats-server does not come
-        up."""
+        """Starts a process that ended, with the same ports. BusError: a nats-server does not come
+        up. StartFailed: another process cannot be started."""
         if name in self._nats_there.names:
             await self._nats_there.start_again(name)
             self._note(processes.record(name, NATS, self._nats_there.pid(name)))
-        elif name in self.services:
+            return
+        await self._fork_server.ready()
+        if name in self.services:
             self.start_service(name)
         else:
             self.start_node(name)
@@ -378,6 +394,7 @@ class Cluster:
         await asyncio.to_thread(processes.end_all, self.spec.directory)
         for child in self._children.values():
             await asyncio.to_thread(child.process.wait)
+        self._fork_server.stop()
         if self._nats is not None:
             await self._nats.stop()
         os.close(self._lock)

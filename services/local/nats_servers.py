@@ -23,10 +23,18 @@ class Place:
     """Where a process of a cluster runs."""
 
     address: str = "127.0.0.1"
+    network: str = ""
+    """The file of its network namespace; empty: this process's."""
     within: tuple[str, ...] = ()
-    """The command that runs another command there, such as `nsenter`; empty: here."""
+    """The command that runs another command there, such as `env -C`; empty: here."""
     settings: Mapping[str, str] = field(default_factory=dict)
     """Environment variables for the process."""
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The command that runs another command there, in its network, too."""
+        network = ("nsenter", f"--net={self.network}", "--") if self.network else ()
+        return (*network, *self.within)
 
 
 HERE = Place()
@@ -93,7 +101,7 @@ class NatsServers:
             settings=self._settings,
             environment=processes.environment(self._directory, place.settings),
             member=self._members.get(name),
-            within=place.within,
+            within=place.command,
         )
         self._urls[name] = await server.start()
         self._servers[name] = server

@@ -224,22 +224,21 @@ def log_of(directory: Path, name: str) -> Path:
 def spawn(
     directory: Path,
     name: str,
-    role: str,
-    arguments: Iterable[str],
+    words: Iterable[str],
     settings: Mapping[str, str],
     *,
-    within: tuple[str, ...] = (),
+    within: tuple[str, ...],
 ) -> "subprocess.Popen[bytes]":
-    """Starts `lambdascale ROLE ...` in a session of its own, with its log in logs/NAME.log.
+    """Starts `lambdascale WORDS` in a session of its own, with its log in logs/NAME.log.
 
     It dies with this process, whatever kills this process. `within`: the command that runs it
-    where it belongs.
+    where it belongs. What runs here is forked instead (`forking`).
     """
     path = log_of(directory, name)
     private_directory(path.parent)
     with path.open("ab") as log:
         return subprocess.Popen(
-            [*within, sys.executable, "-m", "services.cli", role, *arguments],
+            [*within, sys.executable, "-m", "services.cli", *words],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,

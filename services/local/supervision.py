@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from services.local import processes
 from services.local.cluster import Cluster
+from services.local.processes import StartFailed
 from services.local.restarts import Backoff
 from shared.errors import BusError
 
@@ -41,7 +42,7 @@ class Supervisor:
         await asyncio.sleep(wait_s)
         try:
             await self._cluster.start_again(name)
-        except BusError as error:
+        except (BusError, StartFailed) as error:
             return f"did not start: {error}"
         self._say(f"{name} is started")
         return ""

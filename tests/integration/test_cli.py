@@ -227,7 +227,7 @@ async def check_end(run: Callable[..., Any], directory: Path) -> None:
     (data / "cluster.json").write_text("damaged")
     down = await run("down")
     assert down.code == 0
-    assert "10 processes ended" in down.err  # with the keepers of three nodes
+    assert "11 processes ended" in down.err  # with the fork server and three nodes' keepers
     assert processes.strays(data) == []
     assert processes.holder_of(data) is None
     assert (await run("status")).code == 1
@@ -244,10 +244,10 @@ async def test_a_cluster_ends_with_its_up(directory: Path, number: signal.Signal
     async with asyncio.timeout(LIMIT_S):
         while b"Ctrl-C" not in (line := await up.stderr.readline()):
             assert line
-    assert len(processes.strays(data)) == 6  # with the node's keeper
+    assert len(processes.strays(data)) == 7  # with the fork server and the node's keeper
     if number is None:
         down = await commands.run("down", "--json", cwd=directory)
-        assert down.document == {"ended": 6}
+        assert down.document == {"ended": 7}
     else:
         up.send_signal(number)
     async with asyncio.timeout(LIMIT_S):

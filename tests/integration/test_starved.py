@@ -10,7 +10,7 @@ from services.local.demo_model import make_checkpoint
 from services.local.publishing import import_model
 from shared.ids import ModelName
 from shared.messages.scaling import ImportModel
-from tests.support.cluster import Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 TOKENS, FEWER = 300, 250
@@ -27,19 +27,25 @@ async def test_long_requests_that_share_a_prefix_with_speculation(
     async with running(tmp_path, checkpoint, nodes=1, settings=STARVED) as up:
         (shared,) = prompts(1, TINY.vocab_size, length=96)
         asked = [shared + own for own in prompts(16, TINY.vocab_size)]
-        answers = await up.ask_all(asked, TOKENS)
-        assert {answer.error for answer in answers} == {""}
-        assert [answer.tokens for answer in answers] == oracle.tokens(asked, TOKENS)
+        expected = oracle.tokens(asked, TOKENS)
 
         def at_rest() -> bool:
             (status,) = up.statuses.values()
             return (status.running, status.waiting, status.kv_used) == (0, 0, 0)
 
-        await up.until(at_rest, "a node at rest")
+        def preempted() -> bool:
+            (status,) = up.statuses.values()
+            return status.preemptions > 0
+
+        async with asyncio.timeout(LIMIT_S):  # a busy machine may let them come one by one
+            while not preempted():
+                answers = await up.ask_all(asked, TOKENS)
+                assert {answer.error for answer in answers} == {""}
+                assert [answer.tokens for answer in answers] == expected
+                await up.until(at_rest, "a node at rest")
         (status,) = up.statuses.values()
         wanted = len(shared) + 12 + TOKENS
         assert wanted < status.kv_capacity < 2 * wanted
-        assert status.preemptions > 0
         assert status.cached_tokens > 0
         assert status.tokens_proposed > status.tokens_accepted > 0
 

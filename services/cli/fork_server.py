@@ -1,0 +1,178 @@
+"""`python -m services.cli.fork_server`: forks the processes of a local cluster's services.
+
+It imports what any service needs, and then forks for each order that comes through its standard
+input, a socket. It has a single thread and opens no device, so that nothing is missing in what it
+forks. When the other end of the socket is closed it ends at once, and the kernel ends its children.
+A SIGTERM lets it wait until they have ended.
+"""
+
+import atexit
+import ctypes
+import importlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import threading
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import NoReturn
+
+import msgspec
+
+from services.cli.lasting import lasting
+from services.local.forking import LARGEST, READY, Order, encode_code, encode_pid
+from services.local.processes import die_with_parent
+
+MODULES = (
+    "services.cli.main",
+    *(f"services.{role}.service" for role in ("gateway", "planner", "registry", "node")),
+    "services.node.real_parts",
+)
+THREADS = "OPENBLAS_NUM_THREADS"
+"""NumPy's library starts its threads when it is imported."""
+_PR_SET_NAME = 15
+_CLONE_NEWNET = 0x40000000
+
+
+@dataclass(frozen=True, slots=True)
+class Child:
+    pid: int
+    process: int
+    """A descriptor that can be read when the process has ended."""
+    status: int
+    """The pipe that its exit code goes to."""
+
+
+class Server:
+    def __init__(self, orders: socket.socket) -> None:
+        self._orders = orders
+        self._children: set[Child] = set()
+        self._told_to_end, tells = socket.socketpair()
+        self._tells = tells
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(orders, selectors.EVENT_READ)
+        self._selector.register(self._told_to_end, selectors.EVENT_READ)
+
+    def serve(self) -> Order | None:
+        """Follows orders until it is to end (None). Returns in each process that it forks, too:
+        there, with the order that this process is to follow."""
+        before = signal.signal(signal.SIGTERM, lambda *_: self._tells.send(b"end"))
+        try:
+            return self._serve()
+        finally:
+            signal.signal(signal.SIGTERM, before)
+            self._close()
+
+    def _serve(self) -> Order | None:
+        self._orders.send(READY)
+        ends = False
+        while not (ends and not self._children):
+            for key, _ in self._selector.select():
+                if isinstance(key.data, Child):
+                    self._reap(key.data)
+                elif key.fileobj is self._told_to_end:
+                    self._selector.unregister(self._told_to_end)
+                    ends = True
+                elif (ordered := self._next()) is None:
+                    return None
+                elif self._forked(status=ordered[1]):
+                    return ordered[0]
+        return None
+
+    def _next(self) -> tuple[Order, int] | None:
+        """An order, and the pipe that comes with it. None: there are no more."""
+        data, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST, 1)
+        return (msgspec.msgpack.decode(data, type=Order), descriptors[0]) if data else None
+
+    def _forked(self, status: int) -> bool:
+        """Forks. Whether this is the new process."""
+        die = die_with_parent()
+        try:
+            pid = os.fork()
+        except OSError as error:  # no memory, or too many processes
+            os.write(status, encode_pid(-(error.errno or 1)))
+            os.close(status)
+            return False
+        if pid == 0:
+            die()
+            os.close(status)
+            return True
+        os.write(status, encode_pid(pid))
+        child = Child(pid, os.pidfd_open(pid), status)
+        self._children.add(child)
+        self._selector.register(child.process, selectors.EVENT_READ, child)
+        return False
+
+    def _close(self) -> None:
+        """Closes what is the server's, in a new process, too."""
+        for child in self._children:
+            os.close(child.process)
+            os.close(child.status)
+        for ours in (self._selector, self._orders, self._told_to_end, self._tells):
+            ours.close()
+
+    def _reap(self, child: Child) -> None:
+        self._selector.unregister(child.process)
+        self._children.remove(child)
+        _, status = os.waitpid(child.pid, 0)
+        with suppress(BrokenPipeError):  # nobody wants to know
+            os.write(child.status, encode_code(os.waitstatus_to_exitcode(status)))
+        os.close(child.status)
+        os.close(child.process)
+
+
+def become(order: Order) -> None:
+    """Makes of a forked process what a new one would be."""
+    os.setsid()
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NAME, order.name.encode()[:15])  # for ps and top
+    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    for source, target in ((nothing, 0), (log, 1), (log, 2)):
+        os.dup2(source, target)
+    os.close(nothing)
+    os.close(log)
+    if order.network:
+        with open(order.network) as network:
+            if libc.setns(network.fileno(), _CLONE_NEWNET):
+                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), order.network)
+    os.environ.update(order.settings)
+
+
+def _import_all() -> None:
+    given = os.environ.get(THREADS)
+    os.environ[THREADS] = "1"
+    with lasting():
+        for module in MODULES:
+            importlib.import_module(module)
+    del os.environ[THREADS]
+    if given is not None:
+        os.environ[THREADS] = given
+
+
+def run() -> int:
+    _import_all()
+    with socket.socket(fileno=os.dup(0)) as orders:
+        order = Server(orders).serve()
+    if order is None:
+        return 0
+    become(order)
+    from services.cli.main import main
+
+    return main(order.words)
+
+
+def end(code: int) -> NoReturn:
+    """Ends as Python does, but leaves its memory to the kernel: to take all of torch apart costs
+    0.2 s, and a copy of pages that are shared until then."""
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    end(run())
