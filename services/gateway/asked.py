@@ -293,7 +293,8 @@ def _check_chat(body: ChatBody) -> None:
 
 def _check_message(message: ChatMessage, where: str) -> None:
     """Refuses content that would not be passed to the template, and so would be lost."""
-    if message.role in ("tool", "function") or message.tool_calls or message.function_call:
+    called = message.tool_calls or message.function_call or message.tool_call_id
+    if message.role in ("tool", "function") or called:
         field = "role" if message.role in ("tool", "function") else "tool_calls"
         invalid(f"{where}.{field}", "tool calls and their results are not supported yet")
     if message.role not in ROLES:

@@ -1,8 +1,8 @@
 """The bodies of completions as they come over the wire.
 
-Unknown fields are ignored, as the API's clients expect. Known fields that would change the answer,
-and that the engine cannot honour (`unsupported`), are refused, so that a client never gets
-something other than it asked for. docs/api.md lists all of them.
+Unknown fields are refused by name, and so are known fields that would change the answer and that
+the engine cannot honour (`unsupported`): a client never gets something other than it asked for. A
+few fields that have no effect anywhere are accepted. docs/api.md lists all of them.
 """
 
 import re
@@ -14,19 +14,21 @@ from services.gateway.api_error import ApiError
 from services.gateway.unsupported import Unsupported
 
 
-class StreamOptions(msgspec.Struct, kw_only=True):
+class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
 
 
-class JsonSchema(msgspec.Struct, kw_only=True):
+class JsonSchema(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     schema: dict[str, Any]
     name: str | None = None
+    description: str | None = None
+    """Has no effect, as `name`."""
     strict: bool | None = None
     """Has no effect: the answer keeps to the schema in any case."""
 
 
-class ResponseFormat(msgspec.Struct, kw_only=True):
+class ResponseFormat(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
@@ -42,7 +44,21 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
     """A grammar in llguidance's Lark syntax."""
 
 
-class Common(Unsupported, kw_only=True):
+class _Accepted(Unsupported, kw_only=True):
+    """Fields that are accepted on purpose and have no effect."""
+
+    user: Any = None
+    metadata: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    parallel_tool_calls: Any = None
+    """There are no tools to call."""
+    request_id: Any = None
+    """vLLM's; ours comes in the header X-Request-ID."""
+
+
+class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     model: str
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -70,18 +86,20 @@ class Common(Unsupported, kw_only=True):
     structured_outputs: StructuredOutputs | None = None
 
 
-class CompletionBody(Common, kw_only=True):
+class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
+    """Of a message. Parts of other types have other fields, and are refused by their type."""
+
     type: str
     text: str | None = None
 
 
-class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
+class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
@@ -89,11 +107,15 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True):
     # Known, and refused.
     tool_calls: Any = None
     function_call: Any = None
+    tool_call_id: Any = None
     refusal: Any = None
     audio: Any = None
+    # Come with answers of others, and have no effect.
+    annotations: Any = None
+    id: Any = None
 
 
-class ChatBody(Common, kw_only=True):
+class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
@@ -104,6 +126,9 @@ class ChatBody(Common, kw_only=True):
 
 
 Json = TypeVar("Json", bound=msgspec.Struct)
+_UNKNOWN = re.compile(
+    r"^Object contains unknown field `(?P<name>.*?)`(?: - at `\$\.?(?P<path>[^`]*)`)?$"
+)
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$")
 
 
@@ -112,6 +137,10 @@ def decoded(raw: bytes, kind: type[Json]) -> Json:
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
+        if unknown := _UNKNOWN.match(str(error)):
+            field = ".".join(filter(None, (unknown["path"], unknown["name"])))
+            message = f"{field}: there is no such field; leave it out (docs/api.md lists all)"
+            raise ApiError(400, message, param=field) from error
         match = _PATH.match(str(error))
         if match is None:
             raise ApiError(400, str(error), param=_missing(str(error))) from error

@@ -49,7 +49,7 @@ def refused(body: dict[str, Any], read: Callable[[bytes], Asked]) -> ApiError:
         ({"structured_outputs": {"regex": "a", "json": "{}"}}, "structured_outputs"),
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
-        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs"),
+        ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
         ({"guided_json": {"type": "object"}}, "guided_json"),
     ],
 )

@@ -95,9 +95,35 @@ async def test_what_is_too_much_is_refused_before_it_is_read(
         assert (found, answer["error"]["param"]) == (400, "messages")
 
 
-async def test_unknown_fields_are_ignored(http: aiohttp.ClientSession) -> None:
-    status, _ = await post(http, {**ASK, "user": "me", "metadata": {"a": 1}, "new": True})
+async def test_fields_that_mean_nothing_here_are_taken(http: aiohttp.ClientSession) -> None:
+    status, _ = await post(http, {**ASK, "user": "me", "metadata": {"a": 1}})
     assert status == 200
+    said: dict[str, Any] = {
+        "role": "user",
+        "content": "a",
+        "annotations": [],
+        "refusal": None,
+        "tool_calls": None,
+    }
+    assert (await post(http, {**CHAT, "messages": [said]}, "chat/completions"))[0] == 200
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"new": True}, "new"),
+        ({"temprature": 1}, "temprature"),
+        ({"messages": [{"role": "user", "content": "a", "weight": 1}]}, "messages[0].weight"),
+        ({"stream_options": {"include": True}}, "stream_options.include"),
+        ({"response_format": {"type": "json_object", "strict": True}}, "response_format.strict"),
+    ],
+)
+async def test_unknown_fields_are_refused_by_name(
+    http: aiohttp.ClientSession, change: dict[str, Any], param: str
+) -> None:
+    status, answer = await post(http, {**CHAT, **change}, "chat/completions")
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "no such field" in answer["error"]["message"]
 
 
 @pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000])
