@@ -78,6 +78,8 @@ class Api:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer])
         app.on_response_prepare.append(_set_headers)
+        app.router.add_get("/live", self._live)
+        app.router.add_get("/ready", self._ready)
         app.router.add_get("/health", self._health)
         app.router.add_get("/metrics", self._show_metrics)
         app.router.add_get("/v1/models", self._models)
@@ -113,6 +115,10 @@ class Api:
             response = _error_response(error)
         except web.HTTPException as error:
             response = _error_response(_of_http(request, error))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except web.RequestPayloadError as error:
+            response = _error_response(ApiError(400, f"the body cannot be read: {error}"))
         except LambdaScaleError as error:
             response = _error_response(of_error(error))
         except Exception:  # the supervised boundary of all handlers
@@ -143,6 +149,15 @@ class Api:
             raise ApiError(401, message, code="invalid_api_key")
 
     # --- pages ---------------------------------------------------------------
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Whoever gets this answer need not start the process again."""
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        """Whether new requests should come here."""
+        self._check_ready()
+        return web.json_response({"status": "ok"})
 
     async def _health(self, request: web.Request) -> web.Response:
         if not self._connected():

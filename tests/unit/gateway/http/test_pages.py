@@ -26,6 +26,21 @@ async def test_request_id_is_returned(http: aiohttp.ClientSession) -> None:
         assert made.headers["X-Request-ID"].startswith("req-")
 
 
+async def test_whether_it_lives_and_is_ready(cluster: Cluster, http: aiohttp.ClientSession) -> None:
+    assert cluster.service._api is not None
+
+    async def statuses() -> list[int]:
+        found = []
+        for path in ("/live", "/ready"):
+            async with http.get(path) as response:
+                found.append(response.status)
+        return found
+
+    assert await statuses() == [200, 200]
+    cluster.service._api.draining = True
+    assert await statuses() == [200, 503]
+
+
 async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession) -> None:
     await post(http, ASK)
     await cluster.loaded(lambda load: load.running_requests == 0)

@@ -138,6 +138,14 @@ async def test_unknown_calls(http: aiohttp.ClientSession) -> None:
         async with http.request(method, target) as response:
             assert response.status == status
             assert "no such call" in (await response.json())["error"]["message"]
+            assert response.headers.get("Allow", "") == ("POST" if status == 405 else "")
+
+
+async def test_a_body_that_is_not_what_its_encoding_says(http: aiohttp.ClientSession) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with http.post("/v1/completions", data=b"no gzip", headers=headers) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"
 
 
 async def test_bodies_have_a_limit() -> None:
