@@ -4,7 +4,7 @@ in.
 A body is decoded and checked here, once. Everything after this works on `Asked`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import msgspec
@@ -108,11 +108,7 @@ def chat(raw: bytes) -> Asked:
     _check_common(body)
     _check_range(body, "max_tokens", 1)
     _check_chat(body)
-    dialogue = Dialogue(
-        tuple(_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)),
-        body.add_generation_prompt,
-        body.chat_template_kwargs or {},
-    )
+    dialogue = dialogue_of(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
     newer = body.max_completion_tokens
     return _asked(
         body,
@@ -123,6 +119,21 @@ def chat(raw: bytes) -> Asked:
         default_tokens=None,
         limit_field="max_tokens" if newer is None else "max_completion_tokens",
         echo=False,
+    )
+
+
+def dialogue_of(
+    messages: Sequence[ChatMessage], add_generation_prompt: bool, arguments: dict[str, Any] | None
+) -> Dialogue:
+    """ApiError 400 names the message that does not fit."""
+    if not messages:
+        invalid("messages", "must not be empty")
+    if len(messages) > MAX_MESSAGES:
+        invalid("messages", f"at most {MAX_MESSAGES} messages")
+    return Dialogue(
+        tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
+        add_generation_prompt,
+        arguments or {},
     )
 
 
@@ -279,10 +290,6 @@ def _check_bias(bias: Mapping[str, float]) -> None:
 
 
 def _check_chat(body: ChatBody) -> None:
-    if not body.messages:
-        invalid("messages", "must not be empty")
-    if len(body.messages) > MAX_MESSAGES:
-        invalid("messages", f"at most {MAX_MESSAGES} messages")
     _check_range(body, "max_completion_tokens", 1)
     _check_range(body, "top_logprobs", 0, MAX_LOGPROBS)
     if body.top_logprobs and not body.logprobs:

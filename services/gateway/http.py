@@ -15,6 +15,7 @@ from services.gateway import classify, responses
 from services.gateway.answers import Answers
 from services.gateway.api_error import ApiError, invalid, of_error
 from services.gateway.asked import Asked, chat, completion
+from services.gateway.bodies import decoded
 from services.gateway.browsers import browsers
 from services.gateway.catalog import Catalog
 from services.gateway.choices import choices_of
@@ -29,11 +30,14 @@ from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 from services.gateway.prompts import PromptReader
 from services.gateway.text import TextCodec
+from services.gateway.tokenizing import DetokenizeBody, TokenizeBody, detokenized, tokenized
 from shared.config import GatewayConfig
 from shared.errors import BadInput, BusError, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelName, new_id
 from shared.messages.pool import ModelRecord
 
+OPEN = ("/live", "/ready", "/health", "/metrics")
+"""What may be asked without a key."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _ID = web.RequestKey("request_id", str)
 _FOR_PAGE = web.RequestKey("for_page", dict[str, str])
@@ -87,6 +91,8 @@ class Api:
         app.router.add_post("/v1/completions", self._completions)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/classify", self._classify)
+        app.router.add_post("/tokenize", self._tokenize)
+        app.router.add_post("/detokenize", self._detokenize)
         app.on_cleanup.append(self._close)
         return app
 
@@ -108,7 +114,7 @@ class Api:
             request[_FOR_PAGE] = self._browsers.answer(request.headers)
             if _is_preflight(request):
                 return web.Response(status=204, headers=self._browsers.preflight(request.headers))
-            if request.path.startswith("/v1/"):
+            if request.path not in OPEN:
                 self._authorize(request)
             response = await handler(request)
         except ApiError as error:
@@ -246,6 +252,22 @@ class Api:
             async for _ in generation.deltas(None):
                 pass
         return web.json_response(classify.answer(request[_ID], generation, choice, sight))
+
+    # --- tokens --------------------------------------------------------------
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        async with self._arriving():
+            body = decoded(await request.read(), TokenizeBody)
+        record = self._record(body.model)
+        lingo = await self._loaded(record, self._catalog.lingo)
+        return web.json_response(await tokenized(body, record, lingo, self._prompts))
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        async with self._arriving():
+            body = decoded(await request.read(), DetokenizeBody)
+        record = self._record(body.model)
+        lingo = await self._loaded(record, self._catalog.lingo)
+        return web.json_response(detokenized(body, record, lingo))
 
     # --- models --------------------------------------------------------------
 

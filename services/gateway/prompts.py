@@ -4,7 +4,7 @@ work: prompts are counted, then their characters, and only then are they read, o
 from collections.abc import Sequence
 
 from services.gateway.api_error import ApiError, invalid
-from services.gateway.asked import Asked, Dialogue
+from services.gateway.asked import Asked, Dialogue, Prompt
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from shared.chat_template import developer_role
@@ -28,9 +28,16 @@ class PromptReader:
             admission.check_choices(len(asked.prompts), asked.n)
         except BadInput as error:
             raise ApiError(400, str(error), param="n") from error
-        field = "messages" if asked.chat else "prompt"
+        return await self.tokens(asked.prompts, record, lingo)
+
+    async def tokens(
+        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, *, special: bool = True
+    ) -> list[list[int]]:
+        """The token ids of prompts of one kind. `special`: whether a bare prompt begins as the
+        model wants it. Errors as of `read`."""
+        field = "messages" if isinstance(prompts[0], Dialogue) else "prompt"
         try:
-            found = await self._tokens(asked.prompts, record, lingo)
+            found = await self._tokens(prompts, record, lingo, special)
         except admission.TooLong as error:
             code = "context_length_exceeded"
             raise ApiError(400, str(error), param=field, code=code) from error
@@ -42,9 +49,8 @@ class PromptReader:
         return found
 
     async def _tokens(
-        self, prompts: Sequence[str | list[int] | Dialogue], record: ModelRecord, lingo: Lingo
+        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, special: bool
     ) -> list[list[int]]:
-        """They are all of one kind."""
         if isinstance(prompts[0], Dialogue):
             rendered = [
                 await self._render(prompt, record, lingo)
@@ -55,8 +61,10 @@ class PromptReader:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             admission.check_chars(len(text), lingo.codec.longest, record.context_length)
-        if texts:
+        if texts and special:
             return await lingo.codec.encode_prompts(texts, record.context_length)
+        if texts:
+            return await lingo.codec.encode_chats(texts, record.context_length)
         lists = [prompt for prompt in prompts if isinstance(prompt, list)]
         for ids in lists:
             admission.check_prompt(len(ids), record.context_length)

@@ -105,6 +105,10 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         return piece.replace(_WORD_SPACE, " ").encode()
 
+    def token_text(self, token: int) -> str:
+        """How the tokenizer itself writes a token. Empty for unknown ids."""
+        return self._tokenizer.id_to_token(token) or ""
+
     def special(self, token: int) -> str | None:
         """How a prompt writes a special token; None for other tokens."""
         return self._special.get(token)

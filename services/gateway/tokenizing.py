@@ -1,0 +1,68 @@
+"""`/tokenize` and `/detokenize`, as vLLM has them: a model's tokens, without running it."""
+
+from typing import Any
+
+import msgspec
+
+from services.gateway.api_error import invalid
+from services.gateway.asked import Prompt, dialogue_of
+from services.gateway.bodies import ChatMessage
+from services.gateway.catalog import Lingo
+from services.gateway.core import admission
+from services.gateway.prompts import PromptReader
+from shared.errors import BadInput
+from shared.messages.pool import ModelRecord
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Of a prompt, or of messages."""
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether a prompt begins as the model wants it. Null: it does."""
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    model: str
+    tokens: list[int]
+
+
+async def tokenized(
+    body: TokenizeBody, record: ModelRecord, lingo: Lingo, prompts: PromptReader
+) -> dict[str, object]:
+    """ApiError 400 names the field that does not fit."""
+    (tokens,) = await prompts.tokens(
+        (_prompt(body),), record, lingo, special=body.add_special_tokens is not False
+    )
+    texts = [lingo.codec.token_text(token) for token in tokens] if body.return_token_strs else None
+    return {
+        "count": len(tokens),
+        "max_model_len": record.context_length,
+        "tokens": tokens,
+        "token_strs": texts,
+    }
+
+
+def _prompt(body: TokenizeBody) -> Prompt:
+    if (body.prompt is None) == (body.messages is None):
+        invalid("prompt", "give either a prompt or messages")
+    if body.messages is not None:
+        return dialogue_of(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    assert body.prompt is not None
+    return body.prompt
+
+
+def detokenized(body: DetokenizeBody, record: ModelRecord, lingo: Lingo) -> dict[str, object]:
+    """ApiError 400: there are too many tokens, or they are none of the model's."""
+    try:
+        admission.check_prompt(len(body.tokens), record.context_length)
+    except BadInput as error:
+        invalid("tokens", str(error))
+    if not all(0 <= token < lingo.vocab_size for token in body.tokens):
+        invalid("tokens", f"token ids must be between 0 and {lingo.vocab_size - 1}")
+    return {"prompt": lingo.codec.decode(body.tokens)}
