@@ -26,7 +26,8 @@ FROM base
 # No --create-home: it would put a shell's dotfiles into the nodes' volumes.
 RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale \
     --shell /usr/sbin/nologin lambdascale \
-    && install -d -o lambdascale -g lambdascale -m 750 /var/lib/lambdascale
+    && install -d -o lambdascale -g lambdascale -m 750 /var/lib/lambdascale \
+    && install -d -o lambdascale -g lambdascale -m 700 /credentials
 COPY --from=build /opt/lambdascale /opt/lambdascale
 ENV PATH=/opt/lambdascale/.venv/bin:$PATH \
     PYTHONUNBUFFERED=1 \

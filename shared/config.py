@@ -34,8 +34,6 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class BusConfig(_Section, frozen=True, kw_only=True):
     url: str = "nats://127.0.0.1:4222"
-    user: str = ""
-    password: str = ""
     credentials: str = ""
     """Directory with the key of one NATS user, from `lambdascale init`: who this process is. Empty:
     none, for a server that asks for none."""
@@ -69,6 +67,10 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     api_keys: tuple[str, ...] = ()
     """SHA-256 (hex) of each accepted key, from `lambdascale key`. Empty: the API asks for no
     key."""
+    tls_certificate: str = ""
+    """PEM file with the certificate (and those between it and its authority) that clients see. With
+    `tls_key`, the API is HTTPS. Empty: HTTP."""
+    tls_key: str = ""
     hosts: tuple[str, ...] = ()
     """Names by which clients call the gateway. Where it listens on loopback, or where names are
     given, requests for other hosts are refused, but for addresses, `localhost` and the machine's

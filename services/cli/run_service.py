@@ -62,7 +62,7 @@ def _node(bus: Bus, config: Config) -> Service:
             host=config.node.host,
             bus=elsewhere,
         )
-    shares = config.node.share_compiled and bool(config.bus.credentials or config.bus.user)
+    shares = config.node.share_compiled and bool(config.bus.credentials)
     return NodeService(
         bus,
         config.node,

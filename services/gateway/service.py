@@ -23,6 +23,7 @@ from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
+from services.gateway.tls import load_tls
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
 from shared.clock import now, wall_ns
@@ -200,16 +201,23 @@ class GatewayService(Service):
         await runner.setup()
         assert runner.server is not None
         self.resources.push_async_callback(runner.cleanup)
+        tls = load_tls(config.tls_certificate, config.tls_key)
         try:
             server = await asyncio.get_running_loop().create_server(
-                connections.protocols(runner.server), config.host, config.port, backlog=BACKLOG
+                connections.protocols(runner.server),
+                config.host,
+                config.port,
+                backlog=BACKLOG,
+                ssl=tls,
+                ssl_handshake_timeout=config.client_timeout_s if tls else None,
             )
         except OSError as error:
             where = f"{config.host}:{config.port}"
             raise ConfigError(f"gateway.host/port {where} cannot be used: {error}") from error
         self.resources.callback(server.close)
         host, port = server.sockets[0].getsockname()[:2]
-        self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+        scheme = "https" if tls else "http"
+        self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self.log.info("serving", url=self.url)
 
     def _check_keys(self) -> None:

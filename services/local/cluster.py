@@ -3,9 +3,7 @@
 import asyncio
 import contextlib
 import os
-import secrets
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -38,8 +36,6 @@ READY_PER_NODE_S = 3.0
 """Seconds for each node to start: all share the machine's cores."""
 POLL_S = 0.05
 GATEWAY = "gateway"
-SECRET = "secret"
-"""The file with which nodes prove that they are of this cluster."""
 SERVICES = ("registry", "planner", GATEWAY)
 ELECTED = ("registry", "planner")
 """Roles that one process has at a time, while others stand by."""
@@ -104,15 +100,6 @@ def node_id(number: int) -> NodeId:
     return NodeId(f"node-{number}")
 
 
-def make_secret(path: Path) -> None:
-    """Draws the cluster's secret, unless it is there."""
-    if path.exists():
-        return
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as made:
-        made.write(secrets.token_hex(32))  # a temporary file is its owner's alone
-    Path(made.name).rename(path)
-
-
 class Cluster:
     """`start` starts a cluster and `stop` ends it. The running processes are written down at every
     step."""
@@ -146,7 +133,6 @@ class Cluster:
     async def _start_all(self, say: Callable[[str], None]) -> None:
         config = str(self.spec.config.absolute()) if self.spec.config else ""
         self._write(ClusterState(config=config))
-        make_secret(self.spec.directory / SECRET)
         count = self.spec.nats_servers
         say("starting nats-server" if count == 1 else f"starting {count} nats-servers")
         self._fork_server.start()
@@ -234,7 +220,8 @@ class Cluster:
             "LAMBDASCALE_NODE_KV_SHARE": str(configured.kv_share / self.spec.nodes),
         }
         if not configured.secret_file:
-            settings["LAMBDASCALE_NODE_SECRET_FILE"] = str(self.spec.directory / SECRET)
+            own = Path(self.state.credentials) / User(Role.NODE, node).directory
+            settings["LAMBDASCALE_NODE_SECRET_FILE"] = str(own / credentials.NODES_SECRET)
         if self.spec.apart:
             settings["LAMBDASCALE_NODE_MACHINE"] = node
         self._spawn(name, "node", User(Role.NODE, NodeId(node)), settings)

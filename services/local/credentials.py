@@ -3,12 +3,14 @@
     authority/users.json   the public halves, by directory: who may connect
     registry/bus.seed      one role's secret half; also planner/, gateway/, operator/
     nodes/ID/bus.seed      a node's
+    nodes/ID/nodes.secret  what all nodes know, and show each other
 
 A machine needs the directories of what runs there, and no other. What there is already stays.
 """
 
 import json
 import os
+import secrets
 import shutil
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
@@ -27,6 +29,7 @@ from shared.permissions import ANSWER_WITHIN, Role, inbox_of, permissions
 AUTHORITY = "authority"
 USERS = "users.json"
 NODES = "nodes"
+NODES_SECRET = "nodes.secret"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +71,7 @@ def make_users(directory: Path, users: Collection[User]) -> Keys:
     for needed in (directory, directory / NODES):
         private_directory(needed)
     keys = read_users(directory)
+    secret = shared_secret(directory, NODES_SECRET)
     for user in users:
         private = directory / user.directory
         if user in keys:
@@ -77,6 +81,8 @@ def make_users(directory: Path, users: Collection[User]) -> Keys:
             continue
         seed = bytes(nkeys.encode_seed(os.urandom(32), nkeys.PREFIX_BYTE_USER)).decode()
         private_directory(private)
+        if user.node:
+            write_private(private / NODES_SECRET, secret)
         write_private(private / SEED, seed + "\n")
         keys[user] = public_half(seed)
     write_users(directory, keys)
@@ -101,6 +107,15 @@ def write_users(directory: Path, keys: Keys) -> None:
     write_private(directory / AUTHORITY / USERS, text + "\n")
 
 
+def shared_secret(directory: Path, name: str) -> str:
+    """What several machines know, and show each other; drawn if it is not there."""
+    path = directory / AUTHORITY / name
+    if not path.exists():
+        private_directory(path.parent)
+        write_private(path, secrets.token_hex(32) + "\n")
+    return path.read_text()
+
+
 def forget(directory: Path, user: User) -> None:
     """Takes the user's key: it may connect no longer, once the nats-servers have heard of it."""
     keys = read_users(directory)
@@ -111,7 +126,8 @@ def forget(directory: Path, user: User) -> None:
 
 def authorization(keys: Keys) -> dict[str, object]:
     """What a nats-server's configuration says of who may connect, and may do what then."""
-    return {"users": [_entry(user, key) for user, key in keys.items()]}
+    by_name = sorted(keys, key=lambda user: user.directory)
+    return {"users": [_entry(user, keys[user]) for user in by_name]}
 
 
 def _entry(user: User, key: str) -> dict[str, object]:

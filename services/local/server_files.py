@@ -5,12 +5,11 @@ nats/HOST/cluster.conf   who may connect, and the other servers: written anew ea
 """
 
 import json
-import secrets
 from collections.abc import Sequence
 from pathlib import Path
 
 from services.local.certificates import CERTIFICATE, KEY, Authority
-from services.local.credentials import AUTHORITY, Keys, authorization
+from services.local.credentials import Keys, authorization, shared_secret
 from services.local.nats_server import ROUTES
 from services.local.private import private_directory, write_private
 from shared.bus.delivery import MAX_PAYLOAD
@@ -74,7 +73,8 @@ def write_cluster(directory: Path, keys: Keys, authority: Authority) -> None:
     for host in hosts:
         settings: dict[str, object] = {"authorization": authorization(keys)}
         if len(hosts) > 1:
-            settings["cluster"] = _cluster(host, hosts, _secret(directory), authority)
+            secret = shared_secret(directory, "routes.secret").strip()
+            settings["cluster"] = _cluster(host, hosts, secret, authority)
         # Keys and values without the outer braces, as an included file has them.
         text = "\n".join(f"{key}: {json.dumps(value, indent=2)}" for key, value in settings.items())
         write_private(directory / NATS / host / "cluster.conf", text + "\n")
@@ -97,11 +97,3 @@ def _cluster(
         },
         "routes": [f"nats://{ROUTES}:{secret}@{other}:{ROUTE_PORT}" for other in hosts],
     }
-
-
-def _secret(directory: Path) -> str:
-    """What the servers show each other."""
-    path = directory / AUTHORITY / "routes.secret"
-    if not path.exists():
-        write_private(path, secrets.token_hex(24) + "\n")
-    return path.read_text().strip()

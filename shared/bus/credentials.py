@@ -42,7 +42,7 @@ def public_half(seed: str) -> str:
 
 def read_secret(path: Path, setting: str) -> str:
     """The file's text. ConfigError, which names the setting, if it cannot be read, or can be by
-    users that are neither its owner nor in its group."""
+    others than its owner."""
     try:
         mode = path.stat().st_mode
         text = path.read_text().strip()
@@ -51,9 +51,6 @@ def read_secret(path: Path, setting: str) -> str:
         raise ConfigError(
             f"{setting}: {path} cannot be read ({why}): `lambdascale init` makes it"
         ) from error
-    if mode & (stat.S_IRWXO | stat.S_IWGRP):
-        raise ConfigError(
-            f"{setting}: {path} has mode {stat.S_IMODE(mode):04o}, so that others may read or "
-            f"change it: chmod 600 {path}"
-        )
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"{setting}: other users may read or change {path}: chmod 600 {path}")
     return text

@@ -375,8 +375,6 @@ def opening(stream: str) -> tuple[str, ...]:
 def _identity(config: BusConfig) -> dict[str, Any]:
     """How the client says who it is, and makes sure of the server."""
     identity: dict[str, Any] = {}
-    if config.user:
-        identity |= {"user": config.user, "password": config.password}
     if config.credentials:
         credentials = read_credentials(Path(config.credentials))
         identity |= {

@@ -1,7 +1,7 @@
 """The images that the Dockerfile and the Compose file name, made without a registry.
 
-Debian's own Python stands in for python:slim, the nats-server of the Python package with busybox
-for nats:alpine, and the collector of this folder for Jaeger. The real ones are not tested.
+Debian's own Python stands in for python:slim, and the collector of this folder for Jaeger. The real
+ones are not tested.
 """
 
 import shutil
@@ -10,7 +10,6 @@ import sys
 from pathlib import Path
 
 from tests.containers.engine import Engine, mirror
-from tests.support.packages import unpack
 
 PYTHON = """\
 FROM debian-python
@@ -25,15 +24,6 @@ PIP = """\
 cert = /etc/ssl/certs/ca-certificates.crt
 find-links = /usr/local/wheels
 timeout = 180
-"""
-NATS = """\
-FROM scratch
-COPY busybox /bin/busybox
-RUN ["/bin/busybox", "--install", "-s", "/bin"]
-COPY nats-server /usr/local/bin/nats-server
-RUN mkdir -p /etc/nats /tmp
-ENV PATH=/usr/local/bin:/bin
-CMD ["nats-server"]
 """
 COLLECTOR = """\
 FROM {image}
@@ -85,18 +75,6 @@ def _kept_wheels() -> list[Path]:
     asked = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     found = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.split()
     return [wheel for folder in found for wheel in Path(folder).glob("torch-*.whl")]
-
-
-def nats(engine: Engine, tag: str, server: str) -> None:
-    """`server`: the path of nats-server."""
-    if _is_there(engine, tag):
-        return
-    context = _context(engine, "nats", NATS)
-    shutil.copy(server, context / "nats-server")
-    unpack(context / "unpacked", ["busybox-static"])
-    (busybox,) = context.glob("unpacked/**/bin/busybox")
-    shutil.move(busybox, context / "busybox")
-    _build(engine, tag, context)
 
 
 def collector(engine: Engine, tag: str, image: str) -> None:

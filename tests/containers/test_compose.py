@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import secrets
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,7 +12,6 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from services.local.nats_server import find_server
 from shared.version import __version__
 from tests.containers import images
 from tests.containers.engine import Engine
@@ -59,8 +57,8 @@ class Box:
         return self.engine.docker(*self._prefix, *arguments)
 
     def command(self, *words: str) -> str:
-        """An operator's command in one of the containers."""
-        return self.compose("exec", "-T", "node-0", "python", "-m", "services.cli", *words)
+        """An operator's command, in a container of its own."""
+        return self.compose("run", "--rm", "-T", "operator", *words)
 
     def ask(self) -> str:
         done = self.engine.fetch(ASK)
@@ -96,15 +94,14 @@ def box(engine: Engine, tmp_path: Path) -> Iterator[Box]:
 
     engine.start(connected=False)
     example = (ROOT / "deploy" / "compose.env.example").read_text()
-    password = f"LAMBDASCALE_BUS_PASSWORD={secrets.token_hex(24)}"
-    filled = re.sub("(?m)^LAMBDASCALE_BUS_PASSWORD=.*$", password, example)
-    filled = re.sub("(?m)^MODELS_DIR=.*$", f"MODELS_DIR={models}", filled)
+    filled = re.sub("(?m)^MODELS_DIR=.*$", f"MODELS_DIR={models}", example)
     settings = tmp_path / "compose.env"
     settings.write_text(filled)
     found = Box(engine, settings)
-    found.compose("down", "--volumes")  # of a run that was cut off
+    everything = ("--profile", "operator", "down", "--volumes")
+    found.compose(*everything)  # of a run that was cut off
     yield found
-    found.compose("down", "--volumes", "--timeout", "5")
+    found.compose(*everything, "--timeout", "5")
     engine.stop()
 
 
@@ -112,7 +109,6 @@ def build(engine: Engine) -> None:
     bases = re.findall("(?m)^FROM ([^ ]*:[^ ]*)", (ROOT / "Dockerfile").read_text())
     services = YAML(typ="safe", pure=True).load(ROOT / "docker-compose.yml")["services"]
     images.python(engine, *bases)
-    images.nats(engine, services["nats"]["image"], find_server())
     engine.docker("build", "--quiet", "--network", "host", "--tag", IMAGE, str(ROOT))
     version = engine.docker("run", "--rm", "--network", "none", IMAGE, "--version")
     assert version.strip() == __version__

@@ -2,13 +2,16 @@
 
 import re
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
 
+from services.cli.main import main
 from services.health import VARIABLE as VARIABLE_OF_HEALTH
 from services.local.nats_server import find_server
+from shared.bus.credentials import read_credentials
 from shared.config import Config, load
 from shared.version import __version__
 from tests.unit.deploy.support import DEPLOY, ROLES, ROOT, role_of, settings, tool, variables_in
@@ -16,7 +19,6 @@ from tests.unit.deploy.support import DEPLOY, ROLES, ROOT, role_of, settings, to
 FILE = ROOT / "docker-compose.yml"
 EXAMPLE = variables_in(DEPLOY / "compose.env.example")
 VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
-PASSWORD = "5ecret"
 
 
 def interpolated(tree: Any, values: dict[str, str]) -> Any:
@@ -34,14 +36,16 @@ def interpolated(tree: Any, values: dict[str, str]) -> Any:
 
 
 def cluster(**values: str) -> dict[str, Any]:
-    filled = {"LAMBDASCALE_BUS_PASSWORD": PASSWORD, "MODELS_DIR": "/srv/models", **values}
+    filled = {"MODELS_DIR": "/srv/models", **values}
     parsed: dict[str, Any] = interpolated(YAML(typ="safe", pure=True).load(FILE), filled)
     return parsed
 
 
 SERVICES: dict[str, Any] = cluster()["services"]
+CREDENTIALS = "/credentials"
 IMAGE = f"lambdascale:{__version__}"
-OURS = {name: service for name, service in SERVICES.items() if service["image"] == IMAGE}
+FROM_IMAGE = {name: service for name, service in SERVICES.items() if service["image"] == IMAGE}
+OURS = {name: s for name, s in FROM_IMAGE.items() if set(s.get("command", ())) & ROLES}
 NODES = {name: service for name, service in OURS.items() if service["command"] == ["node"]}
 
 
@@ -68,7 +72,8 @@ def test_there_is_one_of_each_role_and_three_nodes() -> None:
 def test_settings_are_known_and_lead_to_the_bus(name: str) -> None:
     config = config_of(OURS[name])
     assert config.bus.url == "nats://nats:4222"
-    assert config.bus.password == PASSWORD
+    assert config.bus.credentials == CREDENTIALS
+    assert config.bus.tls_authority == f"{CREDENTIALS}/servers.pem"
     assert config.telemetry.otlp_endpoint == "http://jaeger:4318"
 
 
@@ -117,9 +122,9 @@ def test_every_service_waits_for_nats_restarts_and_has_a_health_check(name: str)
 def test_one_service_makes_the_image_and_none_pulls_it() -> None:
     """If several built it, their images would race for the one tag, and a later `up` would make all
     anew."""
-    assert [name for name, service in OURS.items() if "build" in service] == ["registry"]
-    policies = {name: service["pull_policy"] for name, service in OURS.items()}
-    assert policies == {**dict.fromkeys(OURS, "never"), "registry": "missing"}
+    assert [name for name, service in FROM_IMAGE.items() if "build" in service] == ["init"]
+    policies = {name: service["pull_policy"] for name, service in FROM_IMAGE.items()}
+    assert policies == {**dict.fromkeys(FROM_IMAGE, "never"), "init": "missing"}
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -133,12 +138,54 @@ def test_health_is_asked_of_the_service_itself(name: str) -> None:
     assert not OURS[name]["healthcheck"].keys() - set(SERVICES["nats"]["healthcheck"])
 
 
-def test_nats_takes_its_configuration(tmp_path: Any) -> None:
-    content = cluster()["configs"]["nats"]["content"]
-    assert f'password: "{PASSWORD}"' in content
-    path = tmp_path / "nats.conf"
-    path.write_text(content.replace('"/data"', f'"{tmp_path}/data"'))
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `init` makes, as it does in the box."""
+    directory = tmp_path_factory.mktemp("credentials")
+    command, volume, *rest = SERVICES["init"]["command"]
+    assert (command, volume) == ("init", CREDENTIALS)
+    assert SERVICES["init"]["volumes"] == [f"credentials:{CREDENTIALS}"]
+    assert main([command, str(directory), *rest]) == 0
+    return directory
+
+
+def part_of(name: str) -> str:
+    """The part of the credentials that the service sees."""
+    (mount,) = [volume for volume in FROM_IMAGE[name]["volumes"] if isinstance(volume, dict)]
+    assert (mount["source"], mount["target"]) == ("credentials", CREDENTIALS)
+    assert mount["read_only"]
+    return str(mount["volume"]["subpath"])
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_each_service_has_its_own_credentials_and_no_others(name: str, made: Path) -> None:
+    own = f"nodes/{name}" if name in NODES else name
+    assert part_of(name) == own
+    config = config_of(OURS[name])
+    node = config.node
+    files = [config.bus.tls_authority]
+    if name in NODES:
+        files += [node.secret_file, node.tls_certificate, node.tls_key, node.tls_authority]
+    seen = [made / own / Path(file).relative_to(CREDENTIALS) for file in files]
+    assert all(file.is_file() for file in seen)
+    assert read_credentials(made / own).key
+
+
+def test_the_operators_commands_have_credentials_too(made: Path) -> None:
+    assert config_of(SERVICES["operator"]).bus.credentials == CREDENTIALS
+    assert read_credentials(made / part_of("operator")).key
+    assert SERVICES["operator"]["profiles"]  # it does not start with the others
+
+
+def test_nats_takes_its_configuration(made: Path, tmp_path: Path) -> None:
+    own = made / part_of("nats")
+    assert SERVICES["nats"]["working_dir"] == CREDENTIALS
+    program, *arguments = SERVICES["nats"]["entrypoint"]
+    assert (program, arguments) == ("nats-server", ["--config", "nats.conf"])
+    assert "nats:/var/lib/lambdascale" in SERVICES["nats"]["volumes"]
+    path = own / "nats.conf"
+    path.write_text(path.read_text().replace("/var/lib/lambdascale", str(tmp_path)))
     checked = subprocess.run(
-        [find_server(), "-t", "-c", str(path)], capture_output=True, text=True, check=False
+        [find_server(), "-t", *arguments], cwd=own, capture_output=True, text=True, check=False
     )
     assert checked.returncode == 0, checked.stderr

@@ -1,15 +1,14 @@
 """The example configuration is valid as it stands, and its parts agree."""
 
-import subprocess
 import tomllib
 from pathlib import Path
+from urllib.parse import urlsplit
 
-from services.local.nats_server import find_server
+from services.cli.main import main
 from shared.config import Config, load
 from tests.unit.deploy.support import DEPLOY, settings, variables_in
 
 TOML = DEPLOY / "lambdascale.toml.example"
-NATS = DEPLOY / "nats.conf.example"
 
 
 def test_the_configuration_loads_and_is_what_it_says() -> None:
@@ -28,18 +27,9 @@ def test_a_nodes_variables_are_known_and_win_over_the_file() -> None:
     assert config.node.host not in ("0.0.0.0", "127.0.0.1")
 
 
-def test_the_services_know_where_nats_is_and_as_whom() -> None:
-    bus = load(TOML, {}).bus
-    text = NATS.read_text()
-    assert f'listen: "{bus.url.removeprefix("nats://").split(",")[0]}"' in text
-    assert f'user: "{bus.user}"' in text
-    assert f'password: "{bus.password}"' in text
-
-
-def test_nats_takes_its_configuration(tmp_path: Path) -> None:
-    path = tmp_path / "nats.conf"
-    path.write_text(NATS.read_text().replace("/var/lib/lambdascale/nats", str(tmp_path / "store")))
-    checked = subprocess.run(
-        [find_server(), "-t", "-c", str(path)], capture_output=True, text=True, check=False
-    )
-    assert checked.returncode == 0, checked.stderr
+def test_init_makes_a_nats_server_where_the_services_look_for_it(tmp_path: Path) -> None:
+    (host,) = [urlsplit(url).hostname for url in load(TOML, {}).bus.url.split(",")]
+    assert main(["init", str(tmp_path), "--nats", str(host)]) == 0
+    own = tmp_path / "nats" / str(host)
+    text = (own / "nats.conf").read_text()
+    assert f'listen: "{load(TOML, {}).bus.url.removeprefix("nats://")}"' in text

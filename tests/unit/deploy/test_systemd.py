@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from services.cli.main import main
+from services.local.nats_server import find_server
+from shared.bus.credentials import read_credentials
 from shared.config import NodeConfig, load
 from tests.unit.deploy.support import DEPLOY, MODULE, ROLES, role_of, settings, tool
 
@@ -20,6 +23,7 @@ NODE = (UNITS / "lambdascale-node@.service").read_text()
 NEWER = {"RestartSteps": 254, "RestartMaxDelaySec": 254}
 """Keys that an older systemd warns of and passes over."""
 STUBS = ("basic", "multi-user", "network-online", "shutdown", "sysinit")
+INSTALLED = "/etc/lambdascale"
 MOST_EXPOSED = 2.5
 """The highest exposure, out of 10, that `systemd-analyze security` may find. systemd 252 says 1.8,
 and its versions weigh a little differently."""
@@ -133,18 +137,59 @@ def test_no_unit_sets_what_the_common_part_would_override(path: Path) -> None:
     assert keys(path.read_text()) & keys(COMMON) == set()
 
 
+def variables(unit: str) -> dict[str, str]:
+    """What a unit sets in the environment of its service."""
+    lines = [line.replace("%i", "gpu1-0") for line in values(unit, "Environment")]
+    return dict(pair.split("=", 1) for line in lines for pair in line.split())
+
+
 def test_a_nodes_settings_are_known_and_follow_its_name() -> None:
-    line, cache = values(NODE, "Environment")
-    assert cache == "XDG_CACHE_HOME=%C"
+    assert variables(NODE)["XDG_CACHE_HOME"] == "%C"
     assert values(NODE, "CacheDirectory") == ["lambdascale"]
-    variables = dict(pair.split("=", 1) for pair in line.replace("%i", "gpu1-0").split())
-    config = load(None, settings(variables)).node
+    config = load(None, settings(variables(NODE))).node
     assert config.id == "gpu1-0"
     (state,) = values(NODE, "StateDirectory")
     assert config.data_dir.removeprefix("/var/lib/") in state.replace("%i", "gpu1-0").split()
 
 
-def test_nats_stores_where_its_unit_lets_it() -> None:
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What `init` makes, as docs/deploy.md has it copied to the machine."""
+    directory = tmp_path_factory.mktemp("credentials")
+    assert main(["init", str(directory), "--node", "gpu1-0"]) == 0
+    (directory / "nats" / "127.0.0.1").rename(directory / "nats-here")
+    shutil.rmtree(directory / "nats")
+    (directory / "nats-here").rename(directory / "nats")
+    return directory
+
+
+@pytest.mark.parametrize("path", OURS, ids=lambda path: path.stem)
+def test_it_finds_the_credentials_of_its_role(path: Path, made: Path) -> None:
+    config = load(None, settings(variables(path.read_text())))
+    bus, node = config.bus, config.node
+    own = "nodes/gpu1-0" if role_in(path) == "node" else role_in(path)
+    assert bus.credentials == f"{INSTALLED}/{own}"
+    assert read_credentials(made / own).key
+    files = [bus.tls_authority, node.secret_file]
+    files += [node.tls_certificate, node.tls_key, node.tls_authority]
+    for file in filter(None, files):
+        assert (made / Path(file).relative_to(INSTALLED)).is_file()
+    assert all(files) is (role_in(path) == "node")
+
+
+def test_nats_starts_with_what_init_has_made_and_stores_where_its_unit_lets_it(made: Path) -> None:
     nats = (UNITS / "lambdascale-nats.service").read_text()
+    (directory,) = values(nats, "WorkingDirectory")
+    (command,) = values(nats, "ExecStart")
     (state,) = values(nats, "StateDirectory")
-    assert f'store_dir: "/var/lib/{state}"' in (DEPLOY / "nats.conf.example").read_text()
+    own = made / Path(directory).relative_to(INSTALLED)
+    configuration = made / Path(command.split()[-1]).relative_to(INSTALLED)
+    assert configuration.parent == own
+    assert f'store_dir: "/var/lib/{state}"' in configuration.read_text()
+    text = configuration.read_text().replace("/var/lib", str(made))
+    configuration.write_text(text)
+    checked = subprocess.run(
+        [find_server(), "-t", "-c", str(configuration)],
+        cwd=own, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert checked.returncode == 0, checked.stderr
