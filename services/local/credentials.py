@@ -1,8 +1,8 @@
 """The users of a cluster's bus: a directory for each, with the secret half of its key.
 
     authority/users.json   the public halves, by directory: who may connect
-    registry/bus.seed      one role's secret half; also planner/, gateway/, operator/
-    nodes/ID/bus.seed      a node's
+    registry/nats.seed     one role's secret half; also planner/, gateway/, operator/
+    nodes/ID/nats.seed     a node's
     nodes/ID/nodes.secret  what all nodes know, and show each other
 
 A machine needs the directories of what runs there, and no other. What there is already stays.

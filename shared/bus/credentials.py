@@ -12,7 +12,7 @@ import nkeys
 
 from shared.errors import ConfigError
 
-SEED = "bus.seed"
+SEED = "nats.seed"
 """The file with the secret half of the key."""
 
 

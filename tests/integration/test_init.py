@@ -136,7 +136,7 @@ def test_nothing_is_readable_by_others_and_nothing_is_made_twice(made: Path) -> 
     after = files(made)
     changed = {path.relative_to(made) for path in before if before[path] != after[path]}
     assert changed == {Path("authority/users.json"), Path("nats/127.0.0.1/cluster.conf")}
-    assert (made / "nodes" / "n3" / "bus.seed").exists()
+    assert (made / "nodes" / "n3" / "nats.seed").exists()
 
 
 def test_each_of_three_servers_knows_the_others(tmp_path: Path) -> None:
@@ -154,14 +154,14 @@ def test_each_of_three_servers_knows_the_others(tmp_path: Path) -> None:
 
 async def test_credentials_that_others_may_read_or_that_are_missing_are_refused(made: Path) -> None:
     own = made / "registry"
-    (own / "bus.seed").chmod(0o644)
+    (own / "nats.seed").chmod(0o644)
     with pytest.raises(ConfigError, match=r"bus\.credentials: .*chmod 600"):
         await NatsBus(BusConfig(credentials=str(own)), "one").__aenter__()
-    (own / "bus.seed").unlink()
-    with pytest.raises(ConfigError, match=r"bus\.credentials: .*bus\.seed cannot be read"):
+    (own / "nats.seed").unlink()
+    with pytest.raises(ConfigError, match=r"bus\.credentials: .*nats\.seed cannot be read"):
         await NatsBus(BusConfig(credentials=str(own)), "one").__aenter__()
-    (own / "bus.seed").write_text("no key")
-    (own / "bus.seed").chmod(0o600)
+    (own / "nats.seed").write_text("no key")
+    (own / "nats.seed").chmod(0o600)
     with pytest.raises(ConfigError, match="holds no nkey"):
         await NatsBus(BusConfig(credentials=str(own)), "one").__aenter__()
 
