@@ -19,6 +19,8 @@ from tests.support.models import TINY
 from tests.support.modes import a_request_in_every_mode
 
 TOKENS = 24
+LONG = 100
+"""Tokens: the last of 40 requests still run when the copies of SLOW_LINKS are complete."""
 SLOW_LINKS = {
     "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.6 MB takes 3 s
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
@@ -68,9 +70,9 @@ async def test_scale_out_under_load_and_back(
     settings = {**SLOW_LINKS, "LAMBDASCALE_NODE_SPECULATION": "0"}
     async with running(tmp_path, checkpoint, nodes=5, settings=settings) as up:
         asked = prompts(40, TINY.vocab_size)
-        answers = await up.ask_all(asked, 60)
+        answers = await up.ask_all(asked, LONG)
         assert {answer.error for answer in answers} == {""}
-        check(oracle, asked, [answer.tokens for answer in answers], 60)
+        check(oracle, asked, [answer.tokens for answer in answers], LONG)
 
         await up.until(lambda: ended(up), "the event's end")
         event = up.watch.scale_out()
@@ -89,12 +91,12 @@ async def nodes_that_leave_hand_over(up: Running, oracle: Oracle) -> None:
     asked = prompts(8, TINY.vocab_size)
     for leave in (drain, end):
         (node,) = serves(up)
-        load = asyncio.create_task(up.ask_all(asked, 100))
+        load = asyncio.create_task(up.ask_all(asked, LONG))
         await up.until(lambda: has_requests(up), "requests that run")
         await leave(up, node)
         answers = await load
         assert {answer.error for answer in answers} == {""}
-        check(oracle, asked, [answer.tokens for answer in answers], 100)
+        check(oracle, asked, [answer.tokens for answer in answers], LONG)
         await up.replicas(1)
 
 
