@@ -29,6 +29,8 @@ FAST = (
     "tests/unit/test_virtual_time.py",
 )
 """Pure cores, and shells over a bus in memory. None of them needs torch or other processes."""
+SLOW = "test_boundary.py"
+"""Files among those that take too long: every handler meets every kind of failure."""
 KEEPS_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Images of Python often set it."""
 SOME_FAILED = 1
@@ -127,9 +129,10 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != KEEPS_NO_BYTECODE}
 
 
-def workers(cores: int) -> int:
-    """The number of processes that run tests: one more than cores, because some tests wait."""
-    return min(cores + 1, MOST_WORKERS)
+def workers(cores: int, *, fast: bool) -> int:
+    """The number of processes that run tests: one more than cores, because some tests wait. Fast
+    tests do not."""
+    return min(cores if fast else cores + 1, MOST_WORKERS)
 
 
 def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool) -> list[str]:
@@ -137,8 +140,9 @@ def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool)
     fixtures."""
     if paths:
         return list(rest)
-    side_by_side = ["-n", str(workers(os.cpu_count() or 1)), "--dist", "loadfile"]
-    return [*side_by_side, "--no-loadscope-reorder", *rest, *(FAST if fast else ())]
+    count = workers(os.cpu_count() or 1, fast=fast)
+    side_by_side = ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder", *rest]
+    return [*side_by_side, f"--ignore-glob=*/{SLOW}", *FAST] if fast else side_by_side
 
 
 def _paths(rest: Sequence[str]) -> list[Path]:

@@ -96,7 +96,9 @@ def test_fields_that_the_last_release_has_not_said_take_their_defaults(message: 
 @given(version=st.integers(0, 2**16 - 1) | st.integers(wire.OLDEST - 1, wire.VERSION + 2))
 def test_the_data_plane_takes_the_next_version_and_no_later_one(version: int) -> None:
     hello = wire.Hello(wire.Purpose.READS, 7, "host:1")
-    later = msgspec.msgpack.encode([*msgspec.to_builtins(hello, builtin_types=(bytes,)), "added later"])
+    later = msgspec.msgpack.encode(
+        [*msgspec.to_builtins(hello, builtin_types=(bytes,)), "added later"]
+    )
     body = wire.MAGIC + version.to_bytes(2, "big") + later
     if wire.OLDEST <= version <= wire.VERSION + 1:
         assert wire.parse_hello(body) == hello
