@@ -55,17 +55,17 @@ class Server:
         self._selector.register(orders, selectors.EVENT_READ)
         self._selector.register(self._told_to_end, selectors.EVENT_READ)
 
-    def serve(self) -> Order | None:
+    def follow(self) -> Order | None:
         """Follows orders until it is to end (None). Returns in each process that it forks, too:
         there, with the order that this process is to follow."""
         before = signal.signal(signal.SIGTERM, lambda *_: self._tells.send(b"end"))
         try:
-            return self._serve()
+            return self._follow()
         finally:
             signal.signal(signal.SIGTERM, before)
             self._close()
 
-    def _serve(self) -> Order | None:
+    def _follow(self) -> Order | None:
         self._orders.send(READY)
         ends = False
         while not (ends and not self._children):
@@ -155,7 +155,7 @@ def _import_all() -> None:
 def run() -> int:
     _import_all()
     with socket.socket(fileno=os.dup(0)) as orders:
-        order = Server(orders).serve()
+        order = Server(orders).follow()
     if order is None:
         return 0
     become(order)

@@ -122,6 +122,6 @@ def test_a_fork_that_fails_costs_nobody_else_anything(
     ours.shutdown(socket.SHUT_WR)
     os.close(writing)
     with theirs, ours:
-        assert Server(theirs).serve() is None  # to the end of the orders
+        assert Server(theirs).follow() is None  # to the end of the orders
     with open(reading, "rb") as told:
         assert int.from_bytes(told.read(), "little", signed=True) == -errno.EAGAIN
