@@ -142,7 +142,8 @@ def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool)
         return list(rest)
     count = workers(os.cpu_count() or 1, fast=fast)
     side_by_side = ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder", *rest]
-    return [*side_by_side, f"--ignore-glob=*/{SLOW}", *FAST] if fast else side_by_side
+    less = ["--hypothesis-profile=fast", f"--ignore-glob=*/{SLOW}"]  # tests/conftest.py
+    return [*side_by_side, *less, *FAST] if fast else side_by_side
 
 
 def _paths(rest: Sequence[str]) -> list[Path]:
