@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from services.local.cluster import CREDENTIALS
+from services.local.credentials import all_users, make_users
 from services.local.demo_model import make_checkpoint
 from services.local.publishing import import_model
 from shared import subjects
@@ -74,6 +76,7 @@ async def test_a_disk_that_is_lost_while_it_feeds_is_replaced_by_another(
 ) -> None:
     """Two full nodes have the model on disk; the third takes it from both, until one is killed."""
     settings = ONE_EACH | PACED | {"LAMBDASCALE_REGISTRY_DURABLE_COPIES": "2"}
+    make_users(tmp_path / CREDENTIALS, all_users([THIRD]))  # NATS lets in the third when it comes
     async with running(tmp_path, checkpoint, nodes=2, settings=settings, min_instances=2) as up:
         record = await publish(up, other)
         await up.until(lambda: stored(up, record) == {FIRST, SECOND}, "two durable copies")
