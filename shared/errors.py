@@ -211,7 +211,7 @@ def _all_errors() -> dict[str, type[LambdaScaleError]]:
     pending: list[type[LambdaScaleError]] = [LambdaScaleError]
     while pending:
         cls = pending.pop()
-        found[cls.code] = cls
+        found.setdefault(cls.code, cls)  # a kind without a code of its own is told as its parent
         pending.extend(cls.__subclasses__())
     return found
 
