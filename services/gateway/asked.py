@@ -9,10 +9,11 @@ from typing import Any, cast
 
 import msgspec
 
-from services.gateway.api_error import invalid
+from services.gateway.api_error import ApiError, invalid
 from services.gateway.bodies import ChatBody, ChatMessage, Common, CompletionBody, decoded
 from services.gateway.structure import grammar_field, grammar_of
 from services.gateway.unsupported import refusal
+from shared.errors import ModelError
 from shared.messages.serving import LogitRules, Sampling
 
 COMPLETION_TOKENS = 16
@@ -65,6 +66,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """None: any seed will do."""
     sampling: Sampling
     """For all choices; its seed is not set yet."""
+    left_open: frozenset[str]
+    """Fields of `sampling` and `rules` that the client did not give; the model may have its own
+    defaults for them."""
     rules: LogitRules
     """Its grammar and its token ids are not checked against the model yet."""
     grammar_field: str
@@ -162,6 +166,7 @@ def _asked(
         ignore_eos=bool(body.ignore_eos),
         seed=body.seed,
         sampling=_sampling(body, logprobs),
+        left_open=frozenset(name for name in MODEL_DEFAULTS if getattr(body, name) is None),
         rules=_rules(body),
         grammar_field=grammar_field(body),
         echo=echo,
@@ -237,6 +242,29 @@ def _rules(body: Common) -> LogitRules:
 # --- checks --------------------------------------------------------------------
 
 
+MODEL_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+"""What a model's generation_config.json may give defaults for."""
+
+
+class _Defaults(msgspec.Struct):
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+
+
+def model_defaults(config: Mapping[str, Any]) -> dict[str, float]:
+    """The defaults that a model's generation_config.json gives. ModelError names a field that no
+    request could have either."""
+    try:
+        found = msgspec.convert(dict(config), _Defaults)
+        _check_sampling(found)
+    except (msgspec.ValidationError, ApiError) as error:
+        raise ModelError(f"generation_config.json: {error}") from error
+    return {name: value for name in MODEL_DEFAULTS if (value := getattr(found, name)) is not None}
+
+
 def _check_common(body: Common) -> None:
     _check_range(body, "n", 1)
     _check_range(body, "min_tokens", 0)
@@ -251,18 +279,9 @@ def _check_common(body: Common) -> None:
     ids = body.stop_token_ids or ()
     if len(ids) > MAX_STOPS or not all(0 <= token <= MAX_TOKEN_ID for token in ids):
         invalid("stop_token_ids", f"at most {MAX_STOPS} ids between 0 and {MAX_TOKEN_ID}")
-    _check_range(body, "temperature", 0, 100)
-    if body.top_p is not None and not 0 < body.top_p <= 1:
-        invalid("top_p", "must be above 0 and at most 1")
-    if body.top_k is not None and not -1 <= body.top_k <= MAX_TOP_K:
-        invalid("top_k", f"must be between 0 (no limit) and {MAX_TOP_K}, or -1 (no limit)")
-    _check_range(body, "min_p", 0, 1)
+    _check_sampling(body)
     _check_range(body, "presence_penalty", -2, 2)
     _check_range(body, "frequency_penalty", -2, 2)
-    penalty = body.repetition_penalty
-    if penalty is not None and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
-        message = f"must be {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
-        invalid("repetition_penalty", f"{message} (1: no penalty)")
     _check_bias(body.logit_bias or {})
     if body.best_of is not None and body.best_of != (body.n or 1):
         invalid("best_of", "is not supported; leave it out")
@@ -270,7 +289,22 @@ def _check_common(body: Common) -> None:
         invalid(*refused)
 
 
-def _check_range(body: Common, field: str, least: float, most: float | None = None) -> None:
+def _check_sampling(given: Common | _Defaults) -> None:
+    _check_range(given, "temperature", 0, 100)
+    if given.top_p is not None and not 0 < given.top_p <= 1:
+        invalid("top_p", "must be above 0 and at most 1")
+    if given.top_k is not None and not -1 <= given.top_k <= MAX_TOP_K:
+        invalid("top_k", f"must be between 0 (no limit) and {MAX_TOP_K}, or -1 (no limit)")
+    _check_range(given, "min_p", 0, 1)
+    penalty = given.repetition_penalty
+    if penalty is not None and not MIN_REPETITION_PENALTY <= penalty <= MAX_REPETITION_PENALTY:
+        message = f"must be {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}"
+        invalid("repetition_penalty", f"{message} (1: no penalty)")
+
+
+def _check_range(
+    body: Common | _Defaults, field: str, least: float, most: float | None = None
+) -> None:
     value = getattr(body, field)
     if value is None or (value >= least and (most is None or value <= most)):
         return

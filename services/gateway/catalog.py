@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.asked import model_defaults
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
 from shared.chat_template import CHAT_TEMPLATE, template_source
@@ -34,6 +35,8 @@ class Lingo:
     eos: tuple[int, ...]
     """Ids that end a completion."""
     vocab_size: int
+    defaults: Mapping[str, float]
+    """Of sampling, by the names that requests have for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,9 +133,8 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         add_bos=tokenizer_config.get("add_bos_token") is True,
     )
     source = template_source(files, tokenizer_config)
-    eos = _ids(_json(files, GENERATION_CONFIG).get("eos_token_id")) or _ids(
-        config.get("eos_token_id")
-    )
+    generation = _json(files, GENERATION_CONFIG)
+    eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     if "eos_token" in special:
         eos |= _ids(codec.token_id(special["eos_token"]))
     return Lingo(
@@ -140,6 +142,7 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         template=Template(source, special) if source else None,
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
+        defaults=model_defaults(generation),
     )
 
 

@@ -1,6 +1,7 @@
 """The choices of one call: what each asks of the model, and its text as it grows."""
 
 import secrets
+from collections.abc import Mapping
 
 import msgspec
 
@@ -110,7 +111,9 @@ def choices_of(
     _check_size(asked, prompts, scored)
     most = _most_generated(asked, len(prompts) * asked.n, record.context_length)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
-    rules = _rules_for(asked, lingo)
+    defaults = {name: lingo.defaults[name] for name in asked.left_open & lingo.defaults.keys()}
+    rules = _rules_for(asked, lingo, defaults.pop("repetition_penalty", None))
+    whole = msgspec.structs.replace(asked.sampling, **_of_sampling(defaults))
     stops = Stops(asked.stops)
     choices = []
     for number, prompt in enumerate(prompts):
@@ -122,7 +125,7 @@ def choices_of(
                 drawn = admission.derive_seed(seed, number * asked.n + i)
             else:
                 drawn = secrets.randbits(63)
-            sampling = msgspec.structs.replace(asked.sampling, seed=drawn)
+            sampling = msgspec.structs.replace(whole, seed=drawn)
             request = Request(
                 id=RequestId(new_id("req")),
                 model_id=record.model_id,
@@ -171,9 +174,18 @@ def _most_generated(asked: Asked, choices: int, context: int) -> int:
     return admission.most_scored(alternatives) // choices
 
 
-def _rules_for(asked: Asked, lingo: Lingo) -> LogitRules | None:
-    """The rules; None if the model's logits are taken as they are."""
+def _of_sampling(defaults: Mapping[str, float]) -> dict[str, float]:
+    """A model's defaults as `Sampling` has them, where 0 alone means no limit of `top_k`."""
+    top_k = defaults.get("top_k")
+    return dict(defaults) if top_k is None else {**defaults, "top_k": max(int(top_k), 0)}
+
+
+def _rules_for(asked: Asked, lingo: Lingo, penalty: float | None) -> LogitRules | None:
+    """The rules; None if the model's logits are taken as they are. `penalty`: the model's own
+    default for repetition."""
     rules = asked.rules
+    if penalty is not None:
+        rules = msgspec.structs.replace(rules, repetition_penalty=penalty)
     if rules.logit_bias and rules.logit_bias[-1][0] >= lingo.vocab_size:
         token, last = rules.logit_bias[-1][0], lingo.vocab_size - 1
         invalid("logit_bias", f"token id {token} is not one of the model's, 0 to {last}")

@@ -1,5 +1,6 @@
 """Completions over HTTP: prompts, choices, and whole answers."""
 
+import json
 from typing import Any
 
 import aiohttp
@@ -8,7 +9,7 @@ import pytest
 from shared import grammar
 from shared.messages.serving import LogitRules
 from tests.unit.gateway.http.builders import ASK, CHAT, events, post
-from tests.unit.gateway.support import EOS_ID, NAME, Cluster, ids_of
+from tests.unit.gateway.support import EOS_ID, NAME, Cluster, ids_of, replica, running, text_files
 
 JSON = {"response_format": {"type": "json_object"}}
 
@@ -172,3 +173,21 @@ async def test_usage_says_how_much_of_the_prompt_was_cached(
     asked = {**ASK, "stream_options": {"include_usage": True}}
     parts = await events(http, asked, "completions")
     assert parts[-1]["usage"]["prompt_tokens_details"] == {"cached_tokens": 16}
+
+
+async def test_a_model_has_defaults_of_its_own() -> None:
+    """Of its generation_config.json; what a client gives goes before them."""
+    own = {"temperature": 0.5, "top_k": 7, "top_p": 0.25, "repetition_penalty": 1.5}
+    files = {**text_files(), "generation_config.json": json.dumps(own).encode()}
+    async with (
+        running(replica(1), files=files) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        await post(http, {**ASK, "temperature": 0, "top_k": -1})
+        await post(http, ASK)
+        given, left = (submit for submit in cluster.nodes[1].submits)
+    assert (given.sampling.temperature, given.sampling.top_k) == (0, 0)
+    assert (left.sampling.temperature, left.sampling.top_k) == (0.5, 7)
+    assert given.sampling.top_p == left.sampling.top_p == 0.25
+    assert given.rules is not None
+    assert given.rules.repetition_penalty == 1.5
