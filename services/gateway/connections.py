@@ -12,8 +12,8 @@ So nobody can hold the gateway's descriptors or memory by doing nothing.
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import cast
 
 from services.gateway.api_error import ApiError
@@ -58,6 +58,15 @@ class Connections:
             yield
         finally:
             connection.end()
+
+    @asynccontextmanager
+    async def arriving(self) -> AsyncIterator[None]:
+        """While a body is awaited. ApiError 408 if it takes too long."""
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                yield
+        except TimeoutError:
+            raise ApiError(408, "the body of the request did not arrive in time") from None
 
     # --- for connections ---
 

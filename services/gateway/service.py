@@ -18,7 +18,7 @@ from services.gateway.core.routing import OURS, Routing
 from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
-from services.gateway.http import Api
+from services.gateway.http.app import Api
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
@@ -230,7 +230,7 @@ class GatewayService(Service):
     async def drain(self) -> None:
         """Refuses new requests, and waits until those that run have ended."""
         if self._api is not None:
-            self._api.draining = True
+            self._api.drain()
         await self.frontend.idle()
 
     def _connected(self) -> bool:

@@ -51,7 +51,7 @@ async def test_a_request_for_no_instances_waits_for_the_first() -> None:
 async def test_a_waiting_stream_says_that_it_lives(
     monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 4 * LOOK_S)
+    monkeypatch.setattr("services.gateway.http.sending.KEEPALIVE_S", 4 * LOOK_S)
     async with running() as cluster, asyncio.TaskGroup() as group:
         reader = Reader(cluster, key=key)
         reading = group.create_task(reader.read())
@@ -66,7 +66,7 @@ async def test_a_stream_waits_for_a_store_that_elects_a_leader_and_says_that_it_
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The store forgets what it was asked before."""
-    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 4 * LOOK_S)
+    monkeypatch.setattr("services.gateway.http.sending.KEEPALIVE_S", 4 * LOOK_S)
     monkeypatch.setattr("services.gateway.keyed_answers.STATUS_S", LOOK_S)
     monkeypatch.setattr("services.gateway.keyed_answers.STORE_TIMEOUT_S", LOOK_S)
     there, get = asyncio.Event(), MemoryKeyValue.get
@@ -91,7 +91,7 @@ async def test_a_stream_whose_prompt_is_being_scored_says_that_it_lives(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each chunk that was scored counts as a sign of life, however long nothing else is said."""
-    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 1000)
+    monkeypatch.setattr("services.gateway.http.sending.KEEPALIVE_S", 1000)
     async with running(replica(1)) as cluster, asyncio.timeout(PATIENCE_S):
         (node,) = await nodes_of(cluster, 1, pause_at=-1)
         node.scored_at_once = 1
@@ -313,7 +313,7 @@ async def test_waiting_ends() -> None:
 
 
 async def test_a_begun_stream_carries_its_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.gateway.responses.KEEPALIVE_S", 0.02)
+    monkeypatch.setattr("services.gateway.http.sending.KEEPALIVE_S", 0.02)
     async with running(config=GatewayConfig(queue_timeout_s=0.1)) as cluster:
         reader = Reader(cluster)
         await reader.read()

@@ -37,7 +37,7 @@ async def test_whether_it_lives_and_is_ready(cluster: Cluster, http: aiohttp.Cli
         return found
 
     assert await statuses() == [200, 200]
-    cluster.service._api.draining = True
+    cluster.service._api.drain()
     assert await statuses() == [200, 503]
 
 

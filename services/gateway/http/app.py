@@ -1,0 +1,71 @@
+"""The gateway's HTTP: OpenAI's API, image classification, health and metrics."""
+
+from collections.abc import Callable
+
+import structlog
+from aiohttp import web
+
+from services.gateway.catalog import Catalog
+from services.gateway.connections import Connections
+from services.gateway.frontend import Frontend
+from services.gateway.grammars import GrammarChecker
+from services.gateway.http.classification import Classification
+from services.gateway.http.completions import Completions
+from services.gateway.http.models import ServedModels
+from services.gateway.http.outer import Outer, set_headers
+from services.gateway.http.pages import Pages
+from services.gateway.http.tokens import Tokens
+from services.gateway.keyed_answers import KeyedAnswers
+from services.gateway.metrics import Metrics
+from services.gateway.prompts import PromptReader
+from shared.config import GatewayConfig
+
+
+class Api:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        connections: Connections,
+        catalog: Catalog,
+        prompts: PromptReader,
+        grammars: GrammarChecker,
+        frontend: Frontend,
+        metrics: Metrics,
+        keyed: KeyedAnswers,
+        log: structlog.stdlib.BoundLogger,
+        *,
+        connected: Callable[[], bool],
+    ) -> None:
+        """`connected`: whether the control bus is there, or was a moment ago."""
+        self._max_body = config.max_body_bytes
+        self._outer = Outer(config, connections, metrics, log)
+        self._models = models = ServedModels(catalog, connected, log)
+        self._pages = Pages(models, metrics)
+        self._completions = Completions(
+            connections, models, prompts, grammars, frontend, metrics, keyed, log
+        )
+        self._classification = Classification(
+            config.max_image_bytes, connections, models, frontend, metrics
+        )
+        self._tokens = Tokens(connections, models, prompts)
+
+    def drain(self) -> None:
+        """From now on nothing new is accepted."""
+        self._models.draining = True
+
+    def app(self) -> web.Application:
+        app = web.Application(client_max_size=self._max_body, middlewares=[self._outer.middleware])
+        app.on_response_prepare.append(set_headers)
+        for calls in (
+            self._pages,
+            self._models,
+            self._completions,
+            self._classification,
+            self._tokens,
+        ):
+            app.add_routes(calls.routes())
+        app.on_cleanup.append(self._close)
+        return app
+
+    async def _close(self, _: web.Application) -> None:
+        self._classification.close()

@@ -1,0 +1,52 @@
+"""Classification of images."""
+
+from aiohttp import web
+
+from services.gateway import classify
+from services.gateway.connections import Connections
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Generation
+from services.gateway.http.models import ServedModels
+from services.gateway.http.outer import ID
+from services.gateway.images import ImageDecoder
+from services.gateway.metrics import Metrics
+
+
+class Classification:
+    def __init__(
+        self,
+        max_image: int,
+        connections: Connections,
+        models: ServedModels,
+        frontend: Frontend,
+        metrics: Metrics,
+    ) -> None:
+        """`max_image`: the most bytes of a body."""
+        self._max_image = max_image
+        self._connections = connections
+        self._models = models
+        self._frontend = frontend
+        self._metrics = metrics
+        self._decoder = ImageDecoder()
+
+    def routes(self) -> list[web.RouteDef]:
+        return [web.post("/v1/classify", self._classify)]
+
+    def close(self) -> None:
+        self._decoder.close()
+
+    async def _classify(self, request: web.Request) -> web.Response:
+        async with self._connections.arriving():
+            body = await classify.read(request.clone(client_max_size=self._max_image))
+        record = self._models.record(body.model)
+        sight = await self._models.sight(record)
+        pixels = await self._decoder.pixels(body.image, sight.input)
+        choice = classify.choice_of(body, pixels, sight, record, request[ID])
+        trace = request.headers.get("traceparent", "")
+        generation = Generation(
+            self._frontend, self._metrics, record, [choice], record.context_length, trace
+        )
+        async with generation:
+            async for _ in generation.deltas(None):
+                pass
+        return web.json_response(classify.answer(request[ID], generation, choice, sight))

@@ -1,0 +1,89 @@
+"""The models that can be asked for now, for all calls; and the calls that list them."""
+
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+import structlog
+from aiohttp import web
+
+from services.gateway.api_error import ApiError, of_error
+from services.gateway.catalog import Catalog, Lingo, Sight
+from services.gateway.frontend import NO_BUS
+from shared.errors import BusError, ModelError, NotFound
+from shared.ids import ModelName
+from shared.messages.pool import ModelRecord
+
+Found = TypeVar("Found")
+
+
+class ServedModels:
+    def __init__(
+        self,
+        catalog: Catalog,
+        connected: Callable[[], bool],
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        """`connected`: whether the control bus is there, or was a moment ago."""
+        self.draining = False
+        """Whether nothing new is accepted any more."""
+        self.connected = connected
+        self._catalog = catalog
+        self._log = log
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/v1/models", self._list),
+            web.get("/v1/models/{name:.+}", self._show),
+        ]
+
+    def check_ready(self) -> None:
+        if self.draining:
+            raise ApiError(503, "the gateway is stopping", retry_after=1)
+        if not self.connected():
+            raise of_error(BusError(NO_BUS))
+        if not self._catalog.known:
+            message = "the gateway is starting: the registry has not answered yet"
+            raise ApiError(503, message, retry_after=1)
+
+    def record(self, name: str) -> ModelRecord:
+        self.check_ready()
+        record = self._catalog.records.get(ModelName(name))
+        if record is None:
+            raise of_error(NotFound(f"there is no model {name!r}; GET /v1/models lists them"))
+        return record
+
+    async def lingo(self, record: ModelRecord) -> Lingo:
+        return await self._loaded(record, self._catalog.lingo)
+
+    async def sight(self, record: ModelRecord) -> Sight:
+        return await self._loaded(record, self._catalog.sight)
+
+    async def _loaded(
+        self, record: ModelRecord, load: Callable[[ModelRecord], Awaitable[Found]]
+    ) -> Found:
+        try:
+            return await load(record)
+        except (ModelError, NotFound, BusError) as error:
+            self._log.warning("model's files not loaded", model=record.name, error=str(error))
+            message = f"model {record.name!r} can't be served now: {error}"
+            raise ApiError(503, message, code=error.code, retry_after=1) from error
+
+    async def _list(self, request: web.Request) -> web.Response:
+        self.check_ready()
+        records = [self._catalog.records[name] for name in sorted(self._catalog.records)]
+        return web.json_response({"object": "list", "data": [_card(r) for r in records]})
+
+    async def _show(self, request: web.Request) -> web.Response:
+        return web.json_response(_card(self.record(request.match_info["name"])))
+
+
+def _card(record: ModelRecord) -> dict[str, object]:
+    return {
+        "id": record.name,
+        "object": "model",
+        "created": record.created_ns // 1_000_000_000,
+        "owned_by": "lambdascale",
+        "root": record.model_id,
+        "max_model_len": record.context_length,
+        "task": record.task.value,
+    }

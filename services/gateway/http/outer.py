@@ -1,0 +1,112 @@
+"""What surrounds every call: its id, who may call, errors, and headers."""
+
+import hashlib
+import hmac
+import re
+from collections.abc import Awaitable, Callable
+
+import structlog
+from aiohttp import web
+
+from services.gateway.api_error import ApiError, of_error
+from services.gateway.browsers import browsers
+from services.gateway.connections import Connections
+from services.gateway.http import sending
+from services.gateway.metrics import Metrics
+from shared.config import GatewayConfig
+from shared.errors import LambdaScaleError
+from shared.ids import new_id
+
+OPEN = ("/live", "/ready", "/health", "/metrics")
+"""What may be asked without a key."""
+ID = web.RequestKey("request_id", str)
+_REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
+_FOR_PAGE = web.RequestKey("for_page", dict[str, str])
+"""Headers with which a page of another origin may read the answer."""
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+class Outer:
+    def __init__(
+        self,
+        config: GatewayConfig,
+        connections: Connections,
+        metrics: Metrics,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._keys = [bytes.fromhex(key) for key in config.api_keys]
+        self._browsers = browsers(config)
+        self._connections = connections
+        self._metrics = metrics
+        self._log = log
+
+    @web.middleware
+    async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        given = request.headers.get("X-Request-ID", "")
+        request[ID] = given if _REQUEST_ID.fullmatch(given) else new_id("req")
+        with self._connections.serving(request.transport):
+            return await self._answer(request, handler)
+
+    async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+        try:
+            self._browsers.check(request.headers)
+            request[_FOR_PAGE] = self._browsers.answer(request.headers)
+            if _is_preflight(request):
+                return web.Response(status=204, headers=self._browsers.preflight(request.headers))
+            if request.path not in OPEN:
+                self._authorize(request)
+            response = await handler(request)
+        except ApiError as error:
+            response = _error_response(error)
+        except web.HTTPException as error:
+            response = _error_response(_of_http(request, error))
+            if "Allow" in error.headers:
+                response.headers["Allow"] = error.headers["Allow"]
+        except web.RequestPayloadError as error:
+            response = _error_response(ApiError(400, f"the body cannot be read: {error}"))
+        except LambdaScaleError as error:
+            response = _error_response(of_error(error))
+        except Exception:  # the supervised boundary of all handlers
+            self._log.exception("request failed", path=request.path, request=request[ID])
+            response = _error_response(ApiError(500, sending.FAILED))
+        resource = request.match_info.route.resource
+        route = resource.canonical if resource else "none"
+        self._metrics.responses.labels(route, str(response.status)).inc()
+        return response
+
+    def _authorize(self, request: web.Request) -> None:
+        if not self._keys:
+            return
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        digest = hashlib.sha256(key.strip().encode(errors="surrogateescape")).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._keys]
+        if scheme.lower() != "bearer" or not any(matches):
+            message = "send a valid API key: 'Authorization: Bearer KEY'"
+            raise ApiError(401, message, code="invalid_api_key")
+
+
+async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
+    if ID in request:
+        response.headers["X-Request-ID"] = request[ID]
+    response.headers.update(request.get(_FOR_PAGE, {}))
+
+
+def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
+    if isinstance(error, web.HTTPRequestEntityTooLarge):
+        return ApiError(413, "the body is too large", code="body_too_large")
+    if error.status in (404, 405):
+        return ApiError(error.status, f"{request.method} {request.path}: there is no such call")
+    return ApiError(error.status, error.reason)
+
+
+def _error_response(error: ApiError) -> web.Response:
+    response = web.Response(status=error.status, body=error.body, content_type="application/json")
+    if error.retry_after is not None:
+        response.headers["Retry-After"] = str(error.retry_after)
+    if error.status == 401:
+        response.headers["WWW-Authenticate"] = "Bearer"
+    return response
+
+
+def _is_preflight(request: web.Request) -> bool:
+    return request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers

@@ -1,0 +1,38 @@
+"""Health and metrics, which need no key."""
+
+from aiohttp import web
+
+from services.gateway.frontend import NO_BUS
+from services.gateway.http.models import ServedModels
+from services.gateway.metrics import CONTENT_TYPE, Metrics
+
+
+class Pages:
+    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+        self._models = models
+        self._metrics = metrics
+
+    def routes(self) -> list[web.RouteDef]:
+        return [
+            web.get("/live", self._live),
+            web.get("/ready", self._ready),
+            web.get("/health", self._health),
+            web.get("/metrics", self._show_metrics),
+        ]
+
+    async def _live(self, _: web.Request) -> web.Response:
+        """Whoever gets this answer need not start the process again."""
+        return web.json_response({"status": "ok"})
+
+    async def _ready(self, _: web.Request) -> web.Response:
+        """Whether new requests should come here."""
+        self._models.check_ready()
+        return web.json_response({"status": "ok"})
+
+    async def _health(self, _: web.Request) -> web.Response:
+        if not self._models.connected():
+            return web.json_response({"status": "disconnected", "error": NO_BUS}, status=503)
+        return web.json_response({"status": "draining" if self._models.draining else "ok"})
+
+    async def _show_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
