@@ -7,13 +7,15 @@ keep-alive time (`Policy.idle_s`), and know no history.
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from services.gateway.core.routing import Route, Routing, is_free
+from services.gateway.core.requests import Request
+from services.gateway.core.routes import Route
+from services.gateway.core.routing import Draw, Routing, is_free
+from services.gateway.core.table import Table
 from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler, decide, fulls
-from shared.ids import InstanceId
 
 CACHED_S = 15.0
 """Seconds that a model stays in a host's memory after its last use, as in ServerlessLLM's paper."""
@@ -114,28 +116,16 @@ def per_load(target: float) -> Decide:
     return partial(by_load, target)
 
 
-def least_requests(
-    routes: Iterable[Route],
-    now: float,
-    first: float,
-    second: float,
-    shunned: Mapping[InstanceId, float],
-) -> Route | None:
+def least_requests(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """The instance with the fewest requests, among those that have a free slot."""
-    free = [route for route in routes if is_free(route, now, shunned)]
+    free = [route for route in table.open if is_free(route, now, request.shunned)]
     return min(free, key=lambda route: len(route.requests) / route.instance.capacity, default=None)
 
 
-def least_tokens(
-    routes: Iterable[Route],
-    now: float,
-    first: float,
-    second: float,
-    shunned: Mapping[InstanceId, float],
-) -> Route | None:
+def least_tokens(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """The instance with the fewest outstanding tokens, among those that have a free slot."""
-    free = [route for route in routes if is_free(route, now, shunned)]
-    return min(free, key=lambda route: route.load, default=None)
+    free = [route for route in table.open if is_free(route, now, request.shunned)]
+    return min(free, key=lambda route: route.load(), default=None)
 
 
 FEWEST_REQUESTS = Routing(math.inf, least_requests)

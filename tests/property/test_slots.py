@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from services.gateway.core.requests import Request
-from services.gateway.core.routing import AVOID_MAX_S
+from services.gateway.core.routes import AVOID_MAX_S
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.slots import Account, weight

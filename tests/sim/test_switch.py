@@ -7,6 +7,8 @@ import pytest
 
 from services.gateway.core import model, routing
 from services.gateway.core.commands import Resumed
+from services.gateway.core.routes import Route
+from services.gateway.core.table import Table
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Emit, Failed, Failure, Part, Send
 from shared.ids import ModelName
@@ -40,9 +42,7 @@ class Stays:
     resumed: list[str] = field(default_factory=list)
     """Why attempts ended and requests went on."""
 
-    def switch(
-        self, table: routing.Table, path: routing.Route, target: routing.Route, **_: int
-    ) -> routing.Switch:
+    def switch(self, table: Table, path: Route, target: Route, **_: int) -> routing.Switch:
         self.stayed.update(path.requests)
         return routing.Switch(stay_s=0.0, move_s=1.0)
 

@@ -7,7 +7,8 @@ commands that tell nodes and clients.
 from services.gateway.core.commands import End, Resumed, Send
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Move, Request, State
-from services.gateway.core.routing import Route, Table
+from services.gateway.core.routes import Route
+from services.gateway.core.table import Table
 from shared.errors import LambdaScaleError, NotFound
 from shared.ids import ModelName
 from shared.messages.serving import Submit

@@ -17,8 +17,9 @@ from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
 from services.gateway.core.pace import Pace
 from services.gateway.core.requests import Request, State
-from services.gateway.core.routing import Route, Table
+from services.gateway.core.routes import Route, pause
 from services.gateway.core.suspects import Suspects
+from services.gateway.core.table import Table
 from shared.errors import (
     BadInput,
     CapacityExceeded,
@@ -238,20 +239,18 @@ class Model:
                 self._attempts.fail(self.queue.popleft(), error)
             return
         self._moves.begin(now)
-        draw, choose = self._rules.draw, self._rules.routing.choose
-        routes = self.table.in_order
+        table, draw, choose = self.table, self._rules.draw, self._rules.routing.choose
         position = 0
         while position < len(self.queue):
             request = self.queue[position]
             if request.suspect:
                 route = None
                 if not request.in_doubt:
-                    route = routing.secluded(routes, now, request.shunned)
+                    route = routing.secluded(table.routes.values(), now, request.shunned)
             else:
-                route = routing.probe(routes, now, draw, request.shunned)
-                if route is None and not any(route.takes(now) for route in routes):
+                route = choose(table, request, now, draw)
+                if route is None and not table.has_free(now):
                     return
-                route = route or choose(routes, now, draw(), draw(), request.shunned)
             if route is None:
                 position += 1  # it keeps away from all that are free: the next request may begin
                 continue
@@ -279,8 +278,7 @@ class Model:
         """CapacityExceeded for a call that would probably miss the model's objective, while the
         planner can add no replica. It names when a call would be in time."""
         within_s = self.table.within_s if self._rules.routing.refuses else 0.0
-        routes = self.table.routes.values()
-        if not within_s or (not self.queue and any(route.takes(now) for route in routes)):
+        if not within_s or (not self.queue and self.table.has_free(now)):
             return
         waiting = len(self.queue) + len(requests)
         turn_s = self._pace.turn_s(waiting, self.table.slots, now)
@@ -358,6 +356,6 @@ class Model:
 def _shun(route: Route, request: Request, why: str, now: float) -> None:
     """The request keeps away from an instance that did not take it, longer each time. It does so
     for twice as long as others, so that they go first: the request may be too large for it."""
-    request.shunned[route.instance.id] = now + 2 * routing.pause(request.refusals)
+    request.shunned[route.instance.id] = now + 2 * pause(request.refusals)
     request.refusals += 1
     request.refusal = why

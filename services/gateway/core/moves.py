@@ -8,7 +8,8 @@ from services.gateway.core.attempts import Attempts
 from services.gateway.core.commands import Switched
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Request
-from services.gateway.core.routing import Route, Table
+from services.gateway.core.routes import Route
+from services.gateway.core.table import Table
 from shared.ids import ModelName
 
 

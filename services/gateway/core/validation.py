@@ -6,7 +6,7 @@ from math import isclose
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.model import Model
 from services.gateway.core.requests import Request, State
-from services.gateway.core.routing import Node, Route
+from services.gateway.core.routes import Node, Route
 from shared.ids import RequestId
 
 RUNNING = (State.SUBMITTED, State.STREAMING, State.MOVING)
@@ -26,6 +26,7 @@ def faults(models: Iterable[Model], ledger: Ledger) -> Iterator[str]:
             for request in route.requests.values():
                 places.setdefault(request.id, []).append(route.instance.id)
         yield from _of_nodes(model)
+        yield from _of_open(model)
     for key, found in places.items():
         if key not in ledger.requests:
             yield f"request {key} has ended and is in {' and '.join(found)}"
@@ -64,6 +65,15 @@ def _of_route(route: Route) -> Iterator[str]:
         yield f"instance {name} counts {route.tokens} tokens, which its requests have not"
     if route.prompts != prompts:
         yield f"instance {name} counts prompts of {route.prompts}, which its requests have not"
+
+
+def _of_open(model: Model) -> Iterator[str]:
+    there = model.table.open
+    if any(route.place_in_open != at for at, route in enumerate(there)):
+        yield f"the instances of model {model.name} with room are not where they say"
+    room = {key for key, route in model.table.routes.items() if route.has_room}
+    if {route.instance.id for route in there} != room:
+        yield f"instances of model {model.name} have room: {room}, which others are kept"
 
 
 def _of_nodes(model: Model) -> Iterator[str]:

@@ -1,3 +1,5 @@
+from collections import Counter
+from itertools import count
 from random import Random
 
 import pytest
@@ -5,28 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.gateway.core.ledger import Ledger
-from services.gateway.core.others import Others
+from services.gateway.core.others import Others, Work
 from services.gateway.core.requests import NEXT, Request, State
-from services.gateway.core.routing import (
-    AVOID_MAX_S,
-    AVOID_S,
-    MANY,
-    PROBES,
-    Route,
-    Switch,
-    Table,
-    choose,
-    probe,
-    refuge,
-    switch,
-)
+from services.gateway.core.routes import AVOID_MAX_S, AVOID_S, Route
+from services.gateway.core.routing import FEW, PROBES, Switch, choose, refuge, switch
+from services.gateway.core.table import Table
 from shared.errors import IllegalTransition
 from shared.ids import ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.messages.serving import Sampling
 from tests.unit.gateway.support import path, replica
-
-UNIT = st.floats(0, 1, exclude_max=True)
 
 
 def request(name: str) -> Request:
@@ -47,6 +37,21 @@ def instance_set(epoch: int, revision: int, *instances: Instance, trace: str = "
         instances=instances,
         trace=trace,
     )
+
+
+def table_of(*given: tuple[Instance, int, int]) -> Table:
+    """A table of instances, each with the number of outstanding tokens and of requests there."""
+    table = Table()
+    table.apply(instance_set(1, 1, *(instance for instance, _, _ in given)))
+    for instance, tokens, requests in given:
+        for number in range(requests):
+            running = request(f"{instance.id}.{number}")
+            table.routes[instance.id].begin(running, tokens if number == 0 else 0, 0)
+    return table
+
+
+def draw_0() -> float:
+    return 0.0
 
 
 # --- the table -----------------------------------------------------------------
@@ -78,104 +83,148 @@ def test_a_node_takes_its_paths_along_until_the_set_says_otherwise() -> None:
     gone = table.drop_node(NodeId("node-1"))
     assert {route.instance.id for route in gone} == {"replica-1", "path-2-1"}
     assert list(table.routes) == ["replica-2"]
-    assert table.in_order == list(table.routes.values())
+    assert set(table.open) == set(table.routes.values())
     assert table.apply(known) == []
     assert len(table.routes) == 3
-    assert table.in_order == list(table.routes.values())
+    assert set(table.open) == set(table.routes.values())
 
 
 # --- choices -------------------------------------------------------------------
 
 
 @given(
-    loads=st.lists(st.tuples(st.integers(0, 500), st.booleans()), min_size=1, max_size=8),
-    first=UNIT,
-    second=UNIT,
+    loads=st.lists(
+        st.tuples(st.integers(0, 500), st.booleans(), st.sampled_from([0.5, 1.0, 2.0])),
+        min_size=1,
+        max_size=3 * FEW,
+    ),
+    shunned=st.sets(st.integers(0, 2 * FEW)),
+    seed=st.integers(0, 1 << 20),
 )
 def test_the_choice_is_free_and_not_the_fullest(
-    loads: list[tuple[int, bool]], first: float, second: float
+    loads: list[tuple[int, bool, float]], shunned: set[int], seed: int
 ) -> None:
-    routes = [
-        route(replica(i, slots=2), tokens=tokens, requests=2 if full else 1)
-        for i, (tokens, full) in enumerate(loads)
+    table = table_of(
+        *(
+            (replica(i, slots=2, capacity=capacity), tokens, 2 if full else 1)
+            for i, (tokens, full, capacity) in enumerate(loads)
+        )
+    )
+    asking = request("new")
+    asking.shunned = {replica(i).id: 1.0 for i in shunned}
+    chosen = choose(table, asking, 0.0, Random(seed).random)
+    free = [
+        r for key, r in table.routes.items() if len(r.requests) < 2 and key not in asking.shunned
     ]
-    chosen = choose(routes, 0.0, first, second, {})
-    free = [r for r in routes if len(r.requests) < 2]
-    if not free:
-        assert chosen is None
-        return
-    assert chosen in free
-    assert sum(other.tokens >= chosen.tokens for other in free) >= min(2, len(free))
+    assert (chosen is None) == (not free)
+    if chosen is not None:
+        assert chosen in free
+        more = asking.work
+        assert sum(o.load(more) >= chosen.load(more) for o in free) >= min(2, len(free))
+
+
+@pytest.mark.parametrize("count", [4, 4 * FEW])
+def test_candidates_are_drawn_in_proportion_to_their_capacity(count: int) -> None:
+    """Of two draws, the winner is the one with less load; with equal loads per capacity, each
+    instance wins as often as it is drawn."""
+    capacities = [0.5 if i % 2 else 1.5 for i in range(count)]
+    table = table_of(*((replica(i, capacity=c), 0, 0) for i, c in enumerate(capacities)))
+    asking = request("new")
+    asking.prompt, asking.max_tokens = (), 0
+    draw, rounds = Random(0).random, 2000 * count
+    chosen = Counter(choose(table, asking, 0.0, draw) for _ in range(rounds))
+    drawn = {r.instance.capacity: 0 for r in table.routes.values()}
+    for route_, times in chosen.items():
+        assert route_ is not None
+        drawn[route_.instance.capacity] += times
+    assert set(chosen) == set(table.routes.values()), "each is drawn"
+    # The first of two without replacement: exactly in proportion.
+    assert drawn[1.5] / rounds == pytest.approx(0.75, abs=0.02)
+
+
+def test_of_many_instances_a_few_are_looked_at() -> None:
+    table = table_of(*((replica(i), 0, 0) for i in range(100 * FEW)))
+    draws: list[float] = []
+    random_ = Random(0)
+
+    def draw() -> float:
+        draws.append(random_.random())
+        return draws[-1]
+
+    assert choose(table, request("new"), 0.0, draw)
+    assert len(draws) < 2 * PROBES
+
+
+def test_load_is_counted_by_capacity() -> None:
+    """A path of two nodes at half the capacity is twice as loaded by the same tokens."""
+    table = table_of((path(1, 2), 60, 1), (replica(3), 100, 1))
+    draw = Random(0).random
+    for _ in range(50):
+        assert choose(table, request("new"), 0.0, draw) is table.routes[replica(3).id]
+
+
+def test_of_idle_instances_the_faster_ends_the_request_first() -> None:
+    table = table_of((replica(1, capacity=0.5), 0, 0), (replica(2), 0, 0))
+    draw = Random(0).random
+    for _ in range(50):
+        assert choose(table, request("new"), 0.0, draw) is table.routes[replica(2).id]
 
 
 @given(
-    loads=st.lists(st.tuples(st.integers(0, 500), st.booleans()), min_size=MANY, max_size=2 * MANY),
-    shunned=st.sets(st.integers(0, MANY)),
-    seed=st.integers(0, 1 << 20),
+    steps=st.lists(
+        st.tuples(st.integers(0, 5), st.sampled_from(["begin", "end", "others", "drop"]))
+    )
 )
-def test_of_many_instances_a_few_are_looked_at(
-    loads: list[tuple[int, bool]], shunned: set[int], seed: int
-) -> None:
-    routes = [
-        route(replica(i, slots=2), tokens=tokens, requests=2 if full else 1)
-        for i, (tokens, full) in enumerate(loads)
-    ]
-    kept_away = {routes[i].instance.id: 1.0 for i in shunned if i < len(routes)}
-    looked: list[float] = []
-    random_ = Random(seed)
-
-    def draw() -> float:
-        looked.append(random_.random())
-        return looked[-1]
-
-    chosen = probe(routes, 0.0, draw, kept_away)
-    assert len(looked) <= PROBES
-    free = [r for r in routes if len(r.requests) < 2 and r.instance.id not in kept_away]
-    if chosen is not None:
-        assert chosen in free
-        assert sum(other.tokens >= chosen.tokens for other in free) >= 2
-    assert probe(routes[: MANY - 1], 0.0, draw, {}) is None, "all of so few are looked at"
-
-
-def test_every_one_of_many_candidates_is_drawn() -> None:
-    routes = [route(replica(i), requests=0) for i in range(MANY)]
-    draw = Random(0).random
-    chosen = {probe(routes, 0.0, draw, {}) for _ in range(20 * MANY)}
-    assert chosen == set(routes)
-
-
-@given(draws=st.lists(st.tuples(UNIT, UNIT), min_size=1, max_size=50))
-def test_load_is_counted_by_capacity(draws: list[tuple[float, float]]) -> None:
-    """A path of two nodes at half the capacity is twice as loaded by the same tokens."""
-    routes = [route(path(1, 2), tokens=60), route(replica(3), tokens=100)]
-    for first, second in draws:
-        chosen = choose(routes, 0.0, first, second, {})
-        assert chosen is routes[1]
+def test_which_instances_have_room_is_always_known(steps: list[tuple[int, str]]) -> None:
+    table = table_of(*((replica(i, slots=2), 0, 0) for i in range(6)))
+    names = count()
+    for number, what in steps:
+        route_ = table.routes.get(replica(number).id)
+        if route_ is None:
+            continue
+        if what == "begin" and len(route_.requests) < 3:
+            route_.begin(request(f"r{next(names)}"), 10, 2)
+        elif what == "end" and route_.requests:
+            route_.end(next(iter(route_.requests.values())), 10, 2)
+        elif what == "others":
+            route_.hear(Work(1 - route_.others.requests, 5))
+        elif what == "drop":
+            table.drop_node(route_.instance.leader)
+            for running in list(route_.requests.values()):
+                route_.end(running, 10, 2)
+        assert {r.instance.id for r in table.open} == {
+            key
+            for key, r in table.routes.items()
+            if len(r.requests) + r.others.requests < r.instance.slots
+        }
+        assert [r.place_in_open for r in table.open] == list(range(len(table.open)))
 
 
 @pytest.mark.parametrize("state", [InstanceState.DRAINING, InstanceState.MOVING])
 def test_only_serving_instances_take_requests(state: InstanceState) -> None:
-    assert choose([route(replica(1, state=state))], 0.0, 0.0, 0.0, {}) is None
+    assert choose(table_of((replica(1, state=state), 0, 0)), request("a"), 0.0, draw_0) is None
 
 
 def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
-    one, now = route(replica(1)), 100.0
+    table, now = table_of((replica(1), 0, 0)), 100.0
+    (one,) = table.routes.values()
     waits = []
     for _ in range(10):
         one.avoid(now)
         one.avoid(now)  # of the same burst
         waits.append(one.avoid_until - now)
-        assert choose([one], now + 0.9 * waits[-1], 0.0, 0.0, {}) is None
+        assert choose(table, request("a"), now + 0.9 * waits[-1], draw_0) is None
         now = one.avoid_until
-        assert choose([one], now, 0.0, 0.0, {}) is one
+        assert choose(table, request("a"), now, draw_0) is one
     assert waits[:3] == pytest.approx([AVOID_S, 2 * AVOID_S, 4 * AVOID_S])
     assert waits[-1] == pytest.approx(AVOID_MAX_S)
 
 
 def test_a_request_keeps_away_from_what_refused_it() -> None:
-    routes = [route(replica(1)), route(replica(2), tokens=99)]
-    assert choose(routes, 5.0, 0.0, 0.0, {replica(1).id: 6.0}) is routes[1]
-    assert choose(routes, 6.0, 0.0, 0.0, {replica(1).id: 6.0}) is routes[0]
+    table, asking = table_of((replica(1), 0, 0), (replica(2), 99, 1)), request("a")
+    asking.shunned = {replica(1).id: 6.0}
+    assert choose(table, asking, 5.0, draw_0) is table.routes[replica(2).id]
+    assert choose(table, asking, 6.0, draw_0) is table.routes[replica(1).id]
 
 
 def test_the_refuge_is_the_emptiest_replica() -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from services.gateway.core.routing import PROMPTS_AHEAD, Route, Table
+from services.gateway.core.routes import PROMPTS_AHEAD
+from services.gateway.core.table import Table
 from services.planner.core.keeping import Keep
 from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler
 from simulation.scalers import (
@@ -15,7 +16,7 @@ from simulation.scalers import (
     per_request_cached,
 )
 from tests.unit.gateway.support import replica
-from tests.unit.gateway.test_routing import instance_set, route
+from tests.unit.gateway.test_routing import draw_0, instance_set, request, table_of
 
 POLICY = Policy(
     min_instances=1, max_instances=8, slots=16, kv_tokens=1000, queue_per_instance=0.25,
@@ -87,12 +88,13 @@ def test_the_history_is_ours_and_copies_in_memory_are_lambda_scales() -> None:
 
 
 def test_a_gateway_without_a_limit_on_prompts_takes_the_free_instance_with_the_fewest() -> None:
-    many = free_route(1, requests=2, tokens=1)
-    few = free_route(2, requests=1, tokens=10)
-    full = free_route(3, requests=8)
+    full, many, few = replica(3), replica(1), replica(2)
     for routing, first in ((FEWEST_REQUESTS, few), (FEWEST_TOKENS, many)):
-        assert routing.choose([full, many, few], 0.0, 0.0, 0.0, {}) is first
-        assert routing.choose([full], 0.0, 0.0, 0.0, {}) is None
+        table = table_of((full, 0, 8), (many, 1, 2), (few, 10, 1))
+        chosen = routing.choose(table, request("a"), 0.0, draw_0)
+        assert chosen is table.routes[first.id]
+        table = table_of((full, 0, 8))
+        assert routing.choose(table, request("a"), 0.0, draw_0) is None
 
 
 def test_our_gateway_holds_back_what_others_hand_out() -> None:
@@ -102,9 +104,3 @@ def test_our_gateway_holds_back_what_others_hand_out() -> None:
         (found,) = table.routes.values()
         found.prefill(9000)
         assert found.takes(0.0) is taken
-
-
-def free_route(number: int, *, requests: int, tokens: int = 0) -> Route:
-    found = route(replica(number), tokens=tokens, requests=requests)
-    found.prompts_ahead = FEWEST_REQUESTS.prompts_ahead
-    return found

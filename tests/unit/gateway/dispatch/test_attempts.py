@@ -5,7 +5,7 @@ import pytest
 from services.gateway.core.commands import Emit, End, Resumed, Send, Withdraw
 from services.gateway.core.model import SILENCE_S
 from services.gateway.core.requests import Request, State
-from services.gateway.core.routing import AVOID_S
+from services.gateway.core.routes import AVOID_S
 from services.gateway.core.streams import Verdict, judge
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, IllegalTransition, StaleEpoch
 from shared.ids import RequestId

@@ -1,6 +1,6 @@
 """Work, prompts and slots as they are counted, and the load that is reported."""
 
-from services.gateway.core.routing import PROMPTS_AHEAD
+from services.gateway.core.routes import PROMPTS_AHEAD
 from shared.ids import ModelId, RequestId
 from shared.messages.instances import InstanceState
 from shared.slots import OVERFULL

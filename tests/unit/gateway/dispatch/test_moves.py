@@ -4,7 +4,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.gateway.core.routing import AVOID_S
+from services.gateway.core.routes import AVOID_S
 from shared.errors import BusTimeout, CapacityExceeded, NotReady
 from shared.ids import RequestId
 from shared.messages.serving import AttemptFailed, Tokens

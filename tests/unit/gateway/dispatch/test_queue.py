@@ -4,7 +4,8 @@ import pytest
 
 from services.gateway.core.admission import MARGIN
 from services.gateway.core.commands import Emit, End
-from services.gateway.core.routing import AVOID_S, Routing
+from services.gateway.core.routes import AVOID_S
+from services.gateway.core.routing import Routing
 from shared.errors import CapacityExceeded, NotFound, NotReady
 from shared.ids import RequestId
 from shared.messages.instances import InstanceState

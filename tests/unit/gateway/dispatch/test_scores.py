@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.core.commands import Emit, Resumed, Send, Withdraw
-from services.gateway.core.routing import AVOID_S
+from services.gateway.core.routes import AVOID_S
 from tests.unit.gateway.dispatch.builders import MOVING, Driver, emitted, sent, told
 from tests.unit.gateway.support import path, replica
 

@@ -1,0 +1,217 @@
+"""One instance, as a gateway sees it: what runs there, and whether it has room for more."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.gateway.core.others import NONE, Work
+from services.gateway.core.requests import Request
+from shared.ids import RequestId
+from shared.messages.instances import Instance, InstanceState
+from shared.slots import Account
+
+AVOID_S = 0.05
+"""How long an instance is left alone after its first refusal."""
+AVOID_MAX_S = 1.0
+SMOOTHING = 16
+"""The time from one token to the next is averaged over this many tokens."""
+PROMPTS_AHEAD = 4096
+"""Nothing more is sent to a node, or to an instance of capacity 1, that has more than this many
+tokens of prompts left to prefill. They keep it busy, and further requests would wait there in vain
+when another instance appears."""
+_NOTHING = 1e-6
+"""Sums of weights are no less than this, but for what rounding leaves of them."""
+
+
+class Node:
+    """What requests take of a node. Those of other gateways count as slots only."""
+
+    __slots__ = ("account", "prompts", "prompts_ahead", "suspects")
+
+    def __init__(self, slots: int, prompts_ahead: float) -> None:
+        self.account = Account(slots)
+        self.prompts_ahead = prompts_ahead
+        self.prompts = 0.0
+        """Tokens to prefill. A token of a path counts by the share of the model that the node's
+        stage is."""
+        self.suspects = 0
+        """Suspects that are tried over this node, at most one."""
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request of the model runs here, as far as is known."""
+        return not self.account.alone and self.account.on_paths < _NOTHING
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A stage of an instance, and what a request there takes of the stage's node."""
+
+    node: Node
+    weight: float
+    """The share of a slot that a sequence takes (`shared.slots.weight`)."""
+    share: float
+    """The share of the model that the stage is."""
+
+
+@dataclass(slots=True, eq=False)
+class Route:
+    """An instance, and what this gateway has running on it."""
+
+    instance: Instance
+    trace: str
+    """The trace of the set that brought the instance."""
+    requests: dict[RequestId, Request] = field(default_factory=dict)
+    others: Work = NONE
+    """What other gateways have running on it."""
+    tokens: int = 0
+    """Outstanding tokens: the sum of its requests' charges."""
+    prompts: int = 0
+    """Tokens to prefill, for requests that have no token from here yet."""
+    avoid_until: float = float("-inf")
+    refusals: int = 0
+    """How many times in a row it refused."""
+    served: bool = False
+    """Whether it has given a token."""
+    token_s: float = 0.0
+    """Mean time from a request's token to its next one, lately. 0: not known."""
+    told: bool = False
+    """Whether it is moving, and what was decided for its requests was recorded."""
+    places: tuple[Place, ...] = ()
+    """Its stages."""
+    prompts_ahead: float = PROMPTS_AHEAD
+    open: list["Route"] = field(default_factory=list)
+    """The routes of its table that have room, in no order. It is one of them while it has."""
+    place_in_open: int = -1
+    """Its index there; -1: it has no room."""
+
+    def __post_init__(self) -> None:
+        self._note_room()
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the instance takes another request, as far as only it is concerned."""
+        instance = self.instance
+        return (
+            instance.state is InstanceState.SERVING
+            and len(self.requests) + self.others.requests < instance.slots
+            and instance.capacity > 0
+            and self.prompts <= self.prompts_ahead * instance.capacity
+        )
+
+    def _note_room(self) -> None:
+        """To be called after each change that `has_room` depends on."""
+        if self.has_room == (self.place_in_open >= 0):
+            return
+        if self.place_in_open < 0:
+            self.place_in_open = len(self.open)
+            self.open.append(self)
+        else:
+            last = self.open.pop()
+            if last is not self:
+                self.open[self.place_in_open] = last
+                last.place_in_open = self.place_in_open
+            self.place_in_open = -1
+
+    def become(self, instance: Instance) -> None:
+        """A newer set says this of the instance."""
+        self.instance = instance
+        self._note_room()
+
+    def leave(self) -> None:
+        """The instance is no longer in its table."""
+        self.hear(NONE)
+        self.become(msgspec.structs.replace(self.instance, state=InstanceState.DRAINING))
+
+    def takes(self, now: float) -> bool:
+        return (
+            self.place_in_open >= 0
+            and now >= self.avoid_until
+            and all(self._fits(place) for place in self.places)
+        )
+
+    def _fits(self, place: Place) -> bool:
+        """Whether the stage's node has room. All paths over a node share its slots, including paths
+        that get no new requests. A replica has the slots that it was granted. Where a suspect is
+        tried, nothing else begins."""
+        node, stages = place.node, len(self.places)
+        return (
+            not node.suspects
+            and node.prompts <= node.prompts_ahead
+            and (stages == 1 or node.account.has_room(stages, place.weight))
+        )
+
+    def runs(self) -> Iterator[Request]:
+        """The requests whose attempt runs here. Requests about to move here do not count."""
+        return (r for r in self.requests.values() if r.instance == self.instance.id)
+
+    def begin(self, request: Request, charge: int, prefill: int) -> None:
+        """The request runs here from now on."""
+        self.requests[request.id] = request
+        self._try(int(request.suspect))
+        self._count(1)
+        self.charge(charge)
+        self.prefill(prefill)
+
+    def end(self, request: Request, charge: int, prefill: int) -> None:
+        """The request runs here no longer. `charge` and `prefill` are what was left of them."""
+        del self.requests[request.id]
+        self._try(-int(request.suspect))
+        self._count(-1)
+        self.charge(-charge)
+        self.prefill(-prefill)
+
+    def charge(self, tokens: int) -> None:
+        self.tokens += tokens
+
+    def prefill(self, tokens: int) -> None:
+        self.prompts += tokens
+        for place in self.places:
+            place.node.prompts += place.share * tokens
+        self._note_room()
+
+    def clear(self, request: Request) -> None:
+        """A request that was tried here is a suspect no longer."""
+        request.cleared_at = None
+        self._try(-1)
+
+    def _try(self, suspects: int) -> None:
+        for place in self.places:
+            place.node.suspects += suspects
+
+    @property
+    def idle(self) -> bool:
+        """Whether nothing runs over its nodes, as far as is known."""
+        return all(place.node.idle for place in self.places)
+
+    def _count(self, sequences: int) -> None:
+        for place in self.places:
+            place.node.account.add(len(self.places), place.weight, sequences)
+
+    def hear(self, others: Work) -> None:
+        """Takes in what other gateways have running on it now."""
+        self._count(others.requests - self.others.requests)
+        self.others = others
+        self._note_room()
+
+    def load(self, more: int = 0) -> float:
+        """Outstanding tokens, with `more` of them, per unit of capacity."""
+        return (self.tokens + self.others.tokens + more) / self.instance.capacity
+
+    def measure(self, token_s: float) -> None:
+        """Takes in the time from a request's token to its next one."""
+        before = self.token_s or token_s
+        self.token_s = before + (token_s - before) / SMOOTHING
+
+    def avoid(self, now: float) -> None:
+        """Nothing is sent here for a while, which doubles with each refusal that follows. Refusals
+        that come meanwhile answer attempts of before, and say nothing new."""
+        if now >= self.avoid_until:
+            self.avoid_until = now + pause(self.refusals)
+            self.refusals += 1
+
+
+def pause(refusals: int) -> float:
+    """How long to keep away after a refusal that `refusals` others came before."""
+    return min(AVOID_S * float(1 << min(refusals, 16)), AVOID_MAX_S)

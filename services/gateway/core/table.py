@@ -1,0 +1,137 @@
+"""The instances of one model."""
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+
+from services.gateway.core.others import NONE, Work
+from services.gateway.core.routes import PROMPTS_AHEAD, Node, Place, Route
+from shared.ids import InstanceId, NodeId
+from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.slots import weight
+
+
+class Table:
+    """The instances of one model, as the newest set has them."""
+
+    def __init__(
+        self,
+        prompts_ahead: float = PROMPTS_AHEAD,
+        others: Callable[[], Mapping[InstanceId, Work]] = dict,
+    ) -> None:
+        """`others`: what other gateways have running now, by instance."""
+        self.version: tuple[int, int] = (-1, -1)
+        """(epoch, revision) of the newest set."""
+        self.routes: dict[InstanceId, Route] = {}
+        self.open: list[Route] = []
+        """The routes that have room, in no order. A node on their way may be full all the same."""
+        self.fastest = 0.0
+        """The largest capacity of any instance."""
+        self.moving: list[Route] = []
+        """Those that move."""
+        self.fixed: int | None = None
+        """How many replicas an operator keeps the model at. None: the autoscaler decides."""
+        self.within_s = 0.0
+        """See InstanceSet."""
+        self.decode_s = 0.0
+        """Seconds of a pass of one token through the model. 0: not known."""
+        self.prefill_s = 0.0
+        """Seconds that each further token adds to a pass. 0: not known."""
+        self.instance_slots = 1
+        """The slots of the largest replica."""
+        self._prompts_ahead = prompts_ahead
+        self._others = others
+        self._nodes: dict[NodeId, Node] = {}
+        """The nodes that any route leads over."""
+
+    @property
+    def slots(self) -> int:
+        """Requests that the instances take at once."""
+        serving = (route.instance for route in self.routes.values())
+        return sum(i.slots for i in serving if i.state is InstanceState.SERVING)
+
+    def apply(self, new: InstanceSet) -> list[Route]:
+        """Takes a set over unless a newer one was seen; returns the routes that are gone.
+
+        The version that is already known is applied again: it brings back an instance that was
+        dropped for a node which then turned out to live.
+        """
+        if (new.epoch, new.revision) < self.version:
+            return []
+        self.version = (new.epoch, new.revision)
+        self.fixed, self.within_s = new.fixed, new.within_s
+        self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
+        old, self.routes = self.routes, {}
+        for instance in new.instances:
+            route = old.pop(instance.id, None) or self._route(instance, new)
+            route.become(instance)
+            self.routes[instance.id] = route
+        self.fastest = max((i.capacity for i in new.instances), default=0.0)
+        self._find_moving()
+        for node, slots in new.node_slots.items():
+            if node in self._nodes:
+                self._nodes[node].account.slots = slots
+        self.hear_others(self.routes)
+        self._forget(old.values())
+        replicas = (i.slots for i in new.instances if i.is_replica)
+        self.instance_slots = max(replicas, default=1)
+        return list(old.values())
+
+    def _route(self, instance: Instance, new: InstanceSet) -> Route:
+        stages = instance.stages
+        blocks = stages[-1].stop
+        places = []
+        for stage in stages:
+            if (node := self._nodes.get(stage.node)) is None:
+                node = self._nodes[stage.node] = Node(
+                    new.node_slots.get(stage.node, instance.slots), self._prompts_ahead
+                )
+            share = (stage.stop - stage.start) / blocks
+            places.append(Place(node, weight(stages, stage, blocks), share))
+        return Route(
+            instance,
+            new.trace,
+            places=tuple(places),
+            prompts_ahead=self._prompts_ahead,
+            open=self.open,
+        )
+
+    def hear_others(self, changed: Iterable[InstanceId]) -> bool:
+        """Takes in what other gateways have running now on these instances. Returns whether that is
+        less on any of them."""
+        others, less = self._others(), False
+        for key in changed:
+            if route := self.routes.get(key):
+                now = others.get(key, NONE)
+                less = less or now.requests < route.others.requests
+                route.hear(now)
+        return less
+
+    def drop_node(self, node: NodeId) -> list[Route]:
+        """Removes the routes that lead over a node which is gone, and returns them."""
+        gone = [
+            route
+            for route in self.routes.values()
+            if any(stage.node == node for stage in route.instance.stages)
+        ]
+        for route in gone:
+            del self.routes[route.instance.id]
+        self._find_moving()
+        self._forget(gone)
+        return gone
+
+    def has_free(self, now: float) -> bool:
+        """Whether any instance takes a request now."""
+        return any(route.takes(now) for route in self.open)
+
+    def _find_moving(self) -> None:
+        routes = self.routes.values()
+        self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
+
+    def _forget(self, gone: Collection[Route]) -> None:
+        """Forgets routes, and the nodes that no other route leads over."""
+        for route in gone:
+            route.leave()
+        over = {stage.node for route in gone for stage in route.instance.stages}
+        for route in self.routes.values() if over else ():
+            over.difference_update(stage.node for stage in route.instance.stages)
+        for node in over:
+            del self._nodes[node]
