@@ -5,6 +5,7 @@ from typing import NoReturn
 
 import msgspec
 
+from services.gateway.answer_bodies import ErrorAnswer, ErrorDetail
 from services.gateway.core.keyed import KeyReused
 from shared.errors import (
     BadInput,
@@ -37,8 +38,8 @@ class ApiError(Exception):
         self.code = code
         self.retry_after = retry_after
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
-        error = {"message": message, "type": kind, "param": param, "code": code}
-        self.body = msgspec.json.encode({"error": error})
+        detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+        self.body = msgspec.json.encode(ErrorAnswer(detail))
 
 
 _TYPES = {401: "authentication_error", 429: "rate_limit_error"}

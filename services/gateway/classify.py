@@ -14,10 +14,12 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
+from typing import Annotated
 
 import msgspec
 from aiohttp import web
 
+from services.gateway.answer_bodies import Classification, ClassifiedAs
 from services.gateway.api_error import invalid
 from services.gateway.bodies import decoded
 from services.gateway.catalog import Sight
@@ -36,9 +38,17 @@ FORM = "multipart/form-data"
 _NUMBER = re.compile("[0-9]{1,9}")
 
 
-class _Json(msgspec.Struct, kw_only=True):
+class ClassifyBody(msgspec.Struct, kw_only=True):
     model: str
     image: str
+    top_k: int | None = None
+
+
+class ClassifyForm(msgspec.Struct, kw_only=True):
+    """The same, for the OpenAPI document; aiohttp reads the form."""
+
+    model: str
+    image: Annotated[str, msgspec.Meta(extra_json_schema={"format": "binary"})]
     top_k: int | None = None
 
 
@@ -53,7 +63,7 @@ async def read(request: web.Request) -> Classify:
     """The request. ApiError 400 names the field that is missing or does not fit."""
     if request.content_type == FORM:
         return await _form(request)
-    body = decoded(await request.read(), _Json)
+    body = decoded(await request.read(), ClassifyBody)
     return Classify(model=body.model, image=_file(body.image), top_k=_top_k(body.top_k))
 
 
@@ -75,22 +85,19 @@ def choice_of(
     return Choice(0, request, _Labels(sight.labels), StopStrings(Stops(())))
 
 
-def answer(
-    answer_id: str, generation: Generation, choice: Choice, sight: Sight
-) -> dict[str, object]:
+def answer(answer_id: str, generation: Generation, choice: Choice, sight: Sight) -> Classification:
     """The answer of a generation that has ended."""
     (logprobs,) = choice.logprobs
-    return {
-        "id": f"classify-{answer_id}",
-        "object": "classification",
-        "created": int(time.time()),
-        "model": generation.record.name,
-        "data": [
-            {"label": sight.labels[index], "index": index, "probability": math.exp(logprob)}
+    return Classification(
+        id=f"classify-{answer_id}",
+        created=int(time.time()),
+        model=generation.record.name,
+        data=[
+            ClassifiedAs(sight.labels[index], index, math.exp(logprob))
             for index, logprob in logprobs.top
         ],
-        "usage": generation.usage(),
-    }
+        usage=generation.usage(),
+    )
 
 
 class _Labels:

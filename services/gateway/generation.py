@@ -6,6 +6,7 @@ from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
+from services.gateway.answer_bodies import PromptTokensDetails, Usage
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End, Piece, Scored
@@ -163,16 +164,16 @@ class Generation:
         """Whether prompts have log probabilities."""
         return self.choices[0].request.score_from > 0
 
-    def usage(self, generated: int | None = None) -> dict[str, object]:
+    def usage(self, generated: int | None = None) -> Usage:
         """Token counts. `generated`: for the moment when this many tokens were generated; None:
         now."""
         completion = self.generated if generated is None else generated
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self.prompt_tokens + completion,
-            "prompt_tokens_details": {"cached_tokens": self._cached_tokens()},
-        }
+        return Usage(
+            prompt_tokens=self.prompt_tokens,
+            completion_tokens=completion,
+            total_tokens=self.prompt_tokens + completion,
+            prompt_tokens_details=PromptTokensDetails(self._cached_tokens()),
+        )
 
     def _cached_tokens(self) -> int:
         """Prompt tokens that no choice had to compute. The choices of a prompt begin together, and

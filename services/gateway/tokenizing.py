@@ -4,6 +4,7 @@ from typing import Any
 
 import msgspec
 
+from services.gateway.answer_bodies import DetokenizeAnswer, TokenizeAnswer
 from services.gateway.api_error import invalid
 from services.gateway.asked import Prompt, dialogue_of
 from services.gateway.bodies import ChatMessage
@@ -34,18 +35,13 @@ class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
 
 async def tokenized(
     body: TokenizeBody, record: ModelRecord, lingo: Lingo, prompts: PromptReader
-) -> dict[str, object]:
+) -> TokenizeAnswer:
     """ApiError 400 names the field that does not fit."""
     (tokens,) = await prompts.tokens(
         (_prompt(body),), record, lingo, special=body.add_special_tokens is not False
     )
     texts = [lingo.codec.token_text(token) for token in tokens] if body.return_token_strs else None
-    return {
-        "count": len(tokens),
-        "max_model_len": record.context_length,
-        "tokens": tokens,
-        "token_strs": texts,
-    }
+    return TokenizeAnswer(len(tokens), record.context_length, tokens, texts)
 
 
 def _prompt(body: TokenizeBody) -> Prompt:
@@ -57,7 +53,7 @@ def _prompt(body: TokenizeBody) -> Prompt:
     return body.prompt
 
 
-def detokenized(body: DetokenizeBody, record: ModelRecord, lingo: Lingo) -> dict[str, object]:
+def detokenized(body: DetokenizeBody, record: ModelRecord, lingo: Lingo) -> DetokenizeAnswer:
     """ApiError 400: there are too many tokens, or they are none of the model's."""
     try:
         admission.check_prompt(len(body.tokens), record.context_length)
@@ -65,4 +61,4 @@ def detokenized(body: DetokenizeBody, record: ModelRecord, lingo: Lingo) -> dict
         invalid("tokens", str(error))
     if not all(0 <= token < lingo.vocab_size for token in body.tokens):
         invalid("tokens", f"token ids must be between 0 and {lingo.vocab_size - 1}")
-    return {"prompt": lingo.codec.decode(body.tokens)}
+    return DetokenizeAnswer(lingo.codec.decode(body.tokens))

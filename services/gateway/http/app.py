@@ -12,7 +12,8 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import Outer, set_headers
+from services.gateway.http.openapi import Described
+from services.gateway.http.outer import OPEN, Outer, set_headers
 from services.gateway.http.pages import Pages
 from services.gateway.http.tokens import Tokens
 from services.gateway.keyed_answers import KeyedAnswers
@@ -56,14 +57,15 @@ class Api:
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer.middleware])
         app.on_response_prepare.append(set_headers)
-        for calls in (
+        rooms = (
             self._pages,
             self._models,
             self._completions,
             self._classification,
             self._tokens,
-        ):
-            app.add_routes(calls.routes())
+        )
+        described = Described((call for room in rooms for call in room.calls()), OPEN)
+        app.add_routes(call.route for call in described.calls)
         app.on_cleanup.append(self._close)
         return app
 

@@ -2,10 +2,12 @@
 
 from aiohttp import web
 
-from services.gateway import classify
+from services.gateway import answer_bodies, classify
 from services.gateway.connections import Connections
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
+from services.gateway.http import sending
+from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.http.outer import ID
 from services.gateway.images import ImageDecoder
@@ -29,8 +31,21 @@ class Classification:
         self._metrics = metrics
         self._decoder = ImageDecoder()
 
-    def routes(self) -> list[web.RouteDef]:
-        return [web.post("/v1/classify", self._classify)]
+    def calls(self) -> list[Call]:
+        return [
+            Call(
+                "POST",
+                "/v1/classify",
+                self._classify,
+                "classify",
+                "The most probable classes of an image",
+                answer_bodies.Classification,
+                body=classify.ClassifyBody,
+                form=classify.ClassifyForm,
+                names_model=True,
+                generates=True,
+            )
+        ]
 
     def close(self) -> None:
         self._decoder.close()
@@ -49,4 +64,4 @@ class Classification:
         async with generation:
             async for _ in generation.deltas(None):
                 pass
-        return web.json_response(classify.answer(request[ID], generation, choice, sight))
+        return sending.as_json(classify.answer(request[ID], generation, choice, sight))

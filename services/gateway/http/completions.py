@@ -3,9 +3,11 @@
 import structlog
 from aiohttp import web
 
+from services.gateway.answer_bodies import Chat, ChatChunk, Completion
 from services.gateway.answers import Answers
 from services.gateway.api_error import invalid
 from services.gateway.asked import Asked, chat, completion
+from services.gateway.bodies import ChatBody, CompletionBody
 from services.gateway.choices import choices_of
 from services.gateway.connections import Connections
 from services.gateway.event_ids import NumberedAnswers
@@ -13,6 +15,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http import sending
+from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.http.outer import ID
 from services.gateway.idempotency import Key, key_of, marks_of
@@ -44,10 +47,34 @@ class Completions:
         self._keyed = keyed
         self._log = log
 
-    def routes(self) -> list[web.RouteDef]:
+    def calls(self) -> list[Call]:
         return [
-            web.post("/v1/completions", self._completions),
-            web.post("/v1/chat/completions", self._chat),
+            Call(
+                "POST",
+                "/v1/completions",
+                self._completions,
+                "complete",
+                "Text after a prompt",
+                Completion,
+                body=CompletionBody,
+                events=Completion,
+                names_model=True,
+                generates=True,
+                keyed=True,
+            ),
+            Call(
+                "POST",
+                "/v1/chat/completions",
+                self._chat,
+                "chat",
+                "Text after messages, by the model's chat template",
+                Chat,
+                body=ChatBody,
+                events=ChatChunk,
+                names_model=True,
+                generates=True,
+                keyed=True,
+            ),
         ]
 
     async def _completions(self, request: web.Request) -> web.StreamResponse:

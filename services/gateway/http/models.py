@@ -6,9 +6,12 @@ from typing import TypeVar
 import structlog
 from aiohttp import web
 
+from services.gateway.answer_bodies import ModelCard, ModelList
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.catalog import Catalog, Lingo, Sight
 from services.gateway.frontend import NO_BUS
+from services.gateway.http import sending
+from services.gateway.http.call import Call
 from shared.errors import BusError, ModelError, NotFound
 from shared.ids import ModelName
 from shared.messages.pool import ModelRecord
@@ -30,10 +33,11 @@ class ServedModels:
         self._catalog = catalog
         self._log = log
 
-    def routes(self) -> list[web.RouteDef]:
+    def calls(self) -> list[Call]:
+        one = "/v1/models/{name:.+}"
         return [
-            web.get("/v1/models", self._list),
-            web.get("/v1/models/{name:.+}", self._show),
+            Call("GET", "/v1/models", self._list, "list_models", "The models", ModelList),
+            Call("GET", one, self._show, "get_model", "A model", ModelCard, names_model=True),
         ]
 
     def check_ready(self) -> None:
@@ -71,19 +75,17 @@ class ServedModels:
     async def _list(self, request: web.Request) -> web.Response:
         self.check_ready()
         records = [self._catalog.records[name] for name in sorted(self._catalog.records)]
-        return web.json_response({"object": "list", "data": [_card(r) for r in records]})
+        return sending.as_json(ModelList(data=[_card(r) for r in records]))
 
     async def _show(self, request: web.Request) -> web.Response:
-        return web.json_response(_card(self.record(request.match_info["name"])))
+        return sending.as_json(_card(self.record(request.match_info["name"])))
 
 
-def _card(record: ModelRecord) -> dict[str, object]:
-    return {
-        "id": record.name,
-        "object": "model",
-        "created": record.created_ns // 1_000_000_000,
-        "owned_by": "lambdascale",
-        "root": record.model_id,
-        "max_model_len": record.context_length,
-        "task": record.task.value,
-    }
+def _card(record: ModelRecord) -> ModelCard:
+    return ModelCard(
+        id=record.name,
+        created=record.created_ns // 1_000_000_000,
+        root=record.model_id,
+        max_model_len=record.context_length,
+        task=record.task.value,
+    )

@@ -11,13 +11,13 @@ from aiohttp import web
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.browsers import browsers
 from services.gateway.connections import Connections
-from services.gateway.http import sending
+from services.gateway.http import openapi, sending
 from services.gateway.metrics import Metrics
 from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import new_id
 
-OPEN = ("/live", "/ready", "/health", "/metrics")
+OPEN = ("/live", "/ready", "/health", "/metrics", openapi.PATH)
 """What may be asked without a key."""
 ID = web.RequestKey("request_id", str)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")

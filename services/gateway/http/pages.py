@@ -2,7 +2,9 @@
 
 from aiohttp import web
 
+from services.gateway.answer_bodies import Status
 from services.gateway.frontend import NO_BUS
+from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 
@@ -12,12 +14,20 @@ class Pages:
         self._models = models
         self._metrics = metrics
 
-    def routes(self) -> list[web.RouteDef]:
+    def calls(self) -> list[Call]:
         return [
-            web.get("/live", self._live),
-            web.get("/ready", self._ready),
-            web.get("/health", self._health),
-            web.get("/metrics", self._show_metrics),
+            Call("GET", "/live", self._live, "live", "200 as long as the process answers", Status),
+            Call("GET", "/ready", self._ready, "ready", "Whether to send requests here", Status),
+            Call(
+                "GET",
+                "/health",
+                self._health,
+                "health",
+                "Whether the gateway serves",
+                Status,
+                errors={503: Status},
+            ),
+            Call("GET", "/metrics", self._show_metrics, "metrics", "For Prometheus", str),
         ]
 
     async def _live(self, _: web.Request) -> web.Response:

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -17,6 +18,10 @@ FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
 """Seconds after which a silent stream sends a sign of life."""
 _NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+
+
+def as_json(answer: msgspec.Struct) -> web.Response:
+    return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
 async def whole(source: Generation | Reader, answers: Answers) -> web.Response:

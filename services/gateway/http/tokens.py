@@ -2,8 +2,11 @@
 
 from aiohttp import web
 
+from services.gateway.answer_bodies import DetokenizeAnswer, TokenizeAnswer
 from services.gateway.bodies import decoded
 from services.gateway.connections import Connections
+from services.gateway.http import sending
+from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.prompts import PromptReader
 from services.gateway.tokenizing import DetokenizeBody, TokenizeBody, detokenized, tokenized
@@ -17,10 +20,28 @@ class Tokens:
         self._models = models
         self._prompts = prompts
 
-    def routes(self) -> list[web.RouteDef]:
+    def calls(self) -> list[Call]:
         return [
-            web.post("/tokenize", self._tokenize),
-            web.post("/detokenize", self._detokenize),
+            Call(
+                "POST",
+                "/tokenize",
+                self._tokenize,
+                "tokenize",
+                "The tokens of a prompt or of messages",
+                TokenizeAnswer,
+                body=TokenizeBody,
+                names_model=True,
+            ),
+            Call(
+                "POST",
+                "/detokenize",
+                self._detokenize,
+                "detokenize",
+                "The text of tokens",
+                DetokenizeAnswer,
+                body=DetokenizeBody,
+                names_model=True,
+            ),
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
@@ -28,11 +49,11 @@ class Tokens:
             body = decoded(await request.read(), TokenizeBody)
         record = self._models.record(body.model)
         lingo = await self._models.lingo(record)
-        return web.json_response(await tokenized(body, record, lingo, self._prompts))
+        return sending.as_json(await tokenized(body, record, lingo, self._prompts))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
         async with self._connections.arriving():
             body = decoded(await request.read(), DetokenizeBody)
         record = self._models.record(body.model)
         lingo = await self._models.lingo(record)
-        return web.json_response(detokenized(body, record, lingo))
+        return sending.as_json(detokenized(body, record, lingo))

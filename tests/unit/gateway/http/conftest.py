@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 import aiohttp
 import pytest
 
+from tests.unit.gateway.http.described import Described
 from tests.unit.gateway.support import Cluster, replica, running
 
 
@@ -15,6 +16,13 @@ async def cluster() -> AsyncIterator[Cluster]:
 
 
 @pytest.fixture
-async def http(cluster: Cluster) -> AsyncIterator[aiohttp.ClientSession]:
-    async with aiohttp.ClientSession(cluster.service.url) as session:
+async def described(cluster: Cluster) -> Described:
+    return await Described.at(cluster.service.url)
+
+
+@pytest.fixture
+async def http(cluster: Cluster, described: Described) -> AsyncIterator[aiohttp.ClientSession]:
+    """Whatever it is answered must be as the OpenAPI document says."""
+    tracing = [described.tracing()]
+    async with aiohttp.ClientSession(cluster.service.url, trace_configs=tracing) as session:
         yield session

@@ -1,0 +1,185 @@
+"""The bodies of answers as they go over the wire: what the OpenAPI document says of them.
+
+Short answers are made from these classes. Those of completions are written piece by piece
+(`answers.py`); tests hold every answer that they get to these classes.
+"""
+
+from typing import Literal
+
+import msgspec
+
+
+class Status(msgspec.Struct, omit_defaults=True):
+    status: str
+    error: str | None = None
+
+
+# --- errors ----------------------------------------------------------------------
+
+
+class ErrorDetail(msgspec.Struct):
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorAnswer(msgspec.Struct):
+    error: ErrorDetail
+
+
+# --- models and tokens -----------------------------------------------------------
+
+
+class ModelCard(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "lambdascale"
+    root: str
+    max_model_len: int
+    task: str
+
+
+class ModelList(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
+
+
+class TokenizeAnswer(msgspec.Struct):
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None
+
+
+class DetokenizeAnswer(msgspec.Struct):
+    prompt: str
+
+
+# --- usage -----------------------------------------------------------------------
+
+
+class PromptTokensDetails(msgspec.Struct):
+    cached_tokens: int
+
+
+class Usage(msgspec.Struct):
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+# --- classification ----------------------------------------------------------------
+
+
+class ClassifiedAs(msgspec.Struct):
+    label: str
+    index: int
+    probability: float
+
+
+class Classification(msgspec.Struct, kw_only=True):
+    id: str
+    object: Literal["classification"] = "classification"
+    created: int
+    model: str
+    data: list[ClassifiedAs]
+    usage: Usage
+
+
+# --- completions -------------------------------------------------------------------
+
+
+class CompletionLogprobs(msgspec.Struct):
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(msgspec.Struct):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Completion(msgspec.Struct):
+    """Also each event of a stream, whose last one has no choice if it has the usage."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[CompletionChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET
+
+
+# --- chats -------------------------------------------------------------------------
+
+
+class TopLogprob(msgspec.Struct):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class ChatLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(msgspec.Struct):
+    content: list[ChatLogprob] | None
+    refusal: None
+
+
+class AnswerMessage(msgspec.Struct):
+    role: str
+    content: str | None
+
+
+class ChatChoice(msgspec.Struct):
+    index: int
+    message: AnswerMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: str
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class Chat(msgspec.Struct):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChatChoice]
+    usage: Usage
+
+
+class MessageDelta(msgspec.Struct):
+    role: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChunkChoice(msgspec.Struct):
+    index: int
+    delta: MessageDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: str | None
+    token_ids: list[int] | msgspec.UnsetType = msgspec.UNSET
+
+
+class ChatChunk(msgspec.Struct):
+    """An event of a stream, whose last one has no choice if it has the usage."""
+
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    system_fingerprint: str
+    choices: list[ChunkChoice]
+    usage: Usage | msgspec.UnsetType | None = msgspec.UNSET

@@ -1,0 +1,39 @@
+"""The calls of the API: what runs each, and what the OpenAPI document says of it."""
+
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from aiohttp import web
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    method: str
+    path: str
+    """As aiohttp has it."""
+    handler: Handler
+    name: str
+    """For clients that are generated from the document."""
+    summary: str
+    answer: Any
+    """The type of its JSON; `str` if it is plain text, `dict` if it is any JSON."""
+    body: type | None = None
+    form: type | None = None
+    """The body, if it may also be a form."""
+    events: type | None = None
+    """The JSON of each event, if it can be a stream."""
+    errors: Mapping[int, type] = field(default_factory=dict)
+    """The JSON of answers with other statuses, where it is not the API's error."""
+    names_model: bool = False
+    """Whether it is about a model that the client names."""
+    generates: bool = False
+    """Whether a model runs, on nodes."""
+    keyed: bool = False
+    """Whether `Idempotency-Key` is honoured."""
+
+    @property
+    def route(self) -> web.RouteDef:
+        return web.route(self.method, self.path, self.handler)

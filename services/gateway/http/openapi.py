@@ -1,0 +1,202 @@
+"""The OpenAPI document of the calls. Bodies and answers are described by the classes that they are
+decoded and made with."""
+
+import re
+from collections.abc import Iterable, Mapping
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from aiohttp import web
+
+from services.gateway.answer_bodies import ErrorAnswer
+from services.gateway.http.call import Call
+from services.gateway.idempotency import KEY, LAST
+from services.gateway.unsupported import SILENT, Unsupported
+from shared.version import __version__
+
+PATH = "/openapi.json"
+_AT = "#/components/schemas/{name}"
+_Json = dict[str, Any]
+_IN_PATH = re.compile(r"{(\w+)(?::[^}]*)?}")
+_ALWAYS = (403, 421, 429, 500, 503)
+_WITH_KEY = (401,)
+_WITH_BODY = (400, 408, 413)
+_OF_MODEL = (404,)
+_GENERATED = (422,)
+_KEYED = (409,)
+_SAYS: Mapping[int, str] = {
+    400: "The request cannot be honoured",
+    401: "The API key is missing or unknown",
+    403: "A page of an origin that may not call sent the request",
+    404: "There is no such model",
+    408: "The body did not arrive in time",
+    409: "The answer with this idempotency key cannot go on",
+    413: "The body is too large",
+    421: "The gateway does not have the name in Host",
+    422: "The request may not be tried again",
+    429: "There is no room now",
+    500: "The gateway, or every instance, failed",
+    503: "The gateway cannot serve this now",
+}
+_HEADERS: _Json = {
+    "X-Request-ID": {
+        "description": "The id of the request: the client's, or a new one",
+        "schema": {"type": "string"},
+    },
+    "Retry-After": {
+        "description": "Seconds until it makes sense to come again",
+        "schema": {"type": "integer", "minimum": 1},
+    },
+    "WWW-Authenticate": {
+        "description": "How to authenticate",
+        "schema": {"type": "string"},
+    },
+}
+_PARAMETERS: _Json = {
+    "X-Request-ID": "Becomes the id of the request, in the answer, in logs and in traces",
+    "traceparent": "The W3C trace context that the request's span belongs to",
+    KEY: "A request with a key that came before gets the answer that it got then",
+    LAST: "The id of the last event that the client has of this answer's stream",
+}
+
+
+def document(calls: Iterable[Call], open_paths: Iterable[str]) -> _Json:
+    """`open_paths`: those that need no key."""
+    calls = list(calls)
+    kinds = [kind for call in calls for kind in _kinds(call)] + [ErrorAnswer]
+    _, schemas = msgspec.json.schema_components(kinds, ref_template=_AT)
+    for call in calls:
+        for body in (call.body, call.form):
+            if body is not None:
+                _drop_what_is_refused(schemas[body.__name__], body)
+    paths: dict[str, _Json] = {}
+    for call in calls:
+        operation = _operation(call, needs_key=call.path not in open_paths)
+        paths.setdefault(_IN_PATH.sub(r"{\1}", call.path), {})[call.method.lower()] = operation
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "lambdascale",
+            "version": __version__,
+            "description": "LLM inference with OpenAI's API. docs/api.md explains the parameters.",
+        },
+        "servers": [{"url": "/"}],
+        "paths": paths,
+        "components": {
+            "schemas": schemas,
+            "headers": _HEADERS,
+            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+        },
+    }
+
+
+def _kinds(call: Call) -> list[type]:
+    found = (call.body, call.form, call.events, call.answer, *call.errors.values())
+    return [kind for kind in found if kind not in (None, str, dict)]
+
+
+def _drop_what_is_refused(schema: _Json, body: type) -> None:
+    """Parameters that are known in order to be refused may have the values that change nothing."""
+    if not issubclass(body, Unsupported):
+        return
+    for field in msgspec.structs.fields(Unsupported):
+        schema["properties"][field.name] = {"enum": [None, *SILENT.get(field.name, ())]}
+
+
+def _operation(call: Call, *, needs_key: bool) -> _Json:
+    operation: _Json = {
+        "operationId": call.name,
+        "summary": call.summary,
+        "parameters": _parameters(call),
+        "responses": {
+            "200": _answer(call),
+            **{str(status): _error(call, status) for status in sorted(_statuses(call, needs_key))},
+        },
+        # The gateway may have no keys, so the empty requirement is fulfilled too.
+        "security": [{"key": []}, {}] if needs_key else [],
+    }
+    if call.body is not None:
+        content = {"application/json": {"schema": _ref(call.body)}}
+        if call.form is not None:
+            content["multipart/form-data"] = {"schema": _ref(call.form)}
+        operation["requestBody"] = {"required": True, "content": content}
+    return operation
+
+
+def _parameters(call: Call) -> list[_Json]:
+    headers = ["X-Request-ID"]
+    if call.generates:
+        headers.append("traceparent")
+    if call.keyed:
+        headers += [KEY, LAST]
+    return [
+        *(
+            {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+            for name in _IN_PATH.findall(call.path)
+        ),
+        *(
+            {
+                "name": name,
+                "in": "header",
+                "description": _PARAMETERS[name],
+                "schema": {"type": "string"},
+            }
+            for name in headers
+        ),
+    ]
+
+
+def _statuses(call: Call, needs_key: bool) -> set[int]:
+    found = {*_ALWAYS}
+    for holds, statuses in (
+        (needs_key, _WITH_KEY),
+        (call.body is not None, _WITH_BODY),
+        (call.names_model, _OF_MODEL),
+        (call.generates, _GENERATED),
+        (call.keyed, _KEYED),
+    ):
+        if holds:
+            found.update(statuses)
+    return found
+
+
+def _answer(call: Call) -> _Json:
+    if call.answer is str:
+        content: _Json = {"text/plain": {"schema": {"type": "string"}}}
+    else:
+        content = {"application/json": {"schema": _ref(call.answer)}}
+    description = HTTPStatus.OK.phrase
+    if call.events is not None:
+        content["text/event-stream"] = {"schema": _ref(call.events)}
+        description = "With `stream`, events, each with JSON of the schema as its `data`"
+    return {"description": description, "headers": _headers(), "content": content}
+
+
+def _error(call: Call, status: int) -> _Json:
+    extra = {401: ["WWW-Authenticate"], 429: ["Retry-After"], 503: ["Retry-After"]}
+    return {
+        "description": _SAYS[status],
+        "headers": _headers(*extra.get(status, ())),
+        "content": {"application/json": {"schema": _ref(call.errors.get(status, ErrorAnswer))}},
+    }
+
+
+def _headers(*more: str) -> _Json:
+    return {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-ID", *more)}
+
+
+def _ref(kind: Any) -> _Json:
+    return {"type": "object"} if kind is dict else {"$ref": _AT.format(name=kind.__name__)}
+
+
+class Described:
+    """Serves the document of some calls, and of its own."""
+
+    def __init__(self, calls: Iterable[Call], open_paths: Iterable[str]) -> None:
+        own = Call("GET", PATH, self._show, "describe", "This document", dict)
+        self.calls = (*calls, own)
+        self._body = msgspec.json.encode(document(self.calls, open_paths))
+
+    async def _show(self, _: web.Request) -> web.Response:
+        return web.Response(body=self._body, content_type="application/json")
