@@ -72,10 +72,13 @@ class ChatTemplate:
         *,
         add_generation_prompt: bool,
         arguments: Mapping[str, Any],
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt. BadInput if the template refuses the messages. `arguments`: the caller's own
         switches (`enable_thinking` and the like)."""
         variables = {"tools": None, "documents": None, **self._special_tokens, **arguments}
+        if tools:
+            variables["tools"] = tools
         variables |= {"messages": messages, "add_generation_prompt": add_generation_prompt}
         try:
             return self._template.render(variables)
@@ -91,13 +94,17 @@ def developer_role(source: str) -> str:
     return "developer" if known else "system"
 
 
-def template_source(files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any]) -> str | None:
-    """The template: the separate file goes first; among several named templates, `default`
-    counts."""
+def template_source(
+    files: Mapping[str, bytes], tokenizer_config: Mapping[str, Any], name: str = "default"
+) -> str | None:
+    """The template with this name. The separate file goes first; it, and a template without a name,
+    is the default."""
     if CHAT_TEMPLATE in files:
-        return files[CHAT_TEMPLATE].decode(errors="replace")
+        return files[CHAT_TEMPLATE].decode(errors="replace") if name == "default" else None
     found = tokenizer_config.get("chat_template")
     if isinstance(found, list):
-        named = [item for item in found if isinstance(item, dict) and item.get("name") == "default"]
+        named = [item for item in found if isinstance(item, dict) and item.get("name") == name]
         found = named[0].get("template") if named else None
+    elif name != "default":
+        return None
     return found if isinstance(found, str) else None

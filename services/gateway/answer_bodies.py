@@ -140,6 +140,7 @@ class ChatLogprobs(msgspec.Struct):
 class AnswerMessage(msgspec.Struct):
     role: str
     content: str | None
+    refusal: None
 
 
 class ChatChoice(msgspec.Struct):

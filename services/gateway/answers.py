@@ -81,7 +81,9 @@ class Answers:
         return self._asked.logprobs
 
     def _choice(self, choice: Choice, text: str) -> dict[str, object]:
-        body = {"message": {"role": "assistant", "content": text}} if self._chat else {"text": text}
+        body: dict[str, object] = {"text": text}
+        if self._chat:
+            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
         echoed, scores = self._prompt(choice) if self._echoes else ((), ())
         return {
             "index": choice.index,

@@ -4,13 +4,14 @@ in.
 A body is decoded and checked here, once. Everything after this works on `Asked`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, cast
 
 import msgspec
 
 from services.gateway.api_error import ApiError, invalid
-from services.gateway.bodies import ChatBody, ChatMessage, Common, CompletionBody, decoded
+from services.gateway.bodies import ChatBody, Common, CompletionBody, decoded
+from services.gateway.history import Dialogue, dialogue_of
 from services.gateway.structure import grammar_field, grammar_of
 from services.gateway.unsupported import refusal
 from shared.errors import ModelError
@@ -23,22 +24,11 @@ MAX_TOKEN_ID = (1 << 31) - 1
 MAX_STOP_CHARS = 1024
 MAX_STOPS_CHARS = 8192
 """Of all stop strings together."""
-MAX_MESSAGES = 4096
 MAX_TOP_K = 1 << 30
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
-ROLES = ("system", "developer", "user", "assistant")
-
-
-class Dialogue(msgspec.Struct, frozen=True):
-    """The messages that a chat template turns into a prompt."""
-
-    messages: tuple[Mapping[str, str], ...]
-    add_generation_prompt: bool
-    arguments: Mapping[str, Any]
-    """The caller's own switches for the template."""
 
 
 Prompt = str | list[int] | Dialogue
@@ -126,21 +116,6 @@ def chat(raw: bytes) -> Asked:
     )
 
 
-def dialogue_of(
-    messages: Sequence[ChatMessage], add_generation_prompt: bool, arguments: dict[str, Any] | None
-) -> Dialogue:
-    """ApiError 400 names the message that does not fit."""
-    if not messages:
-        invalid("messages", "must not be empty")
-    if len(messages) > MAX_MESSAGES:
-        invalid("messages", f"at most {MAX_MESSAGES} messages")
-    return Dialogue(
-        tuple(_message(message, f"messages[{i}]") for i, message in enumerate(messages)),
-        add_generation_prompt,
-        arguments or {},
-    )
-
-
 def _asked(
     body: Common,
     *,
@@ -188,27 +163,6 @@ def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
     if isinstance(given[0], int):
         return (cast("list[int]", given),)
     return tuple(cast("list[str | list[int]]", given))
-
-
-def _message(message: ChatMessage, where: str) -> dict[str, str]:
-    _check_message(message, where)
-    fields = {"role": message.role, "content": _text(message, where)}
-    if message.name is not None:
-        fields["name"] = message.name
-    if message.reasoning_content is not None:
-        fields["reasoning_content"] = message.reasoning_content
-    return fields
-
-
-def _text(message: ChatMessage, where: str) -> str:
-    content = message.content
-    if content is None or isinstance(content, str):
-        return content or ""
-    for position, part in enumerate(content):
-        if part.type != "text" or part.text is None:
-            place = f"{where}.content[{position}]"
-            invalid(place, f"only parts of type 'text' can be read, not {part.type!r}")
-    return "\n".join(part.text or "" for part in content)
 
 
 def _stops(body: Common) -> tuple[str, ...]:
@@ -330,16 +284,3 @@ def _check_chat(body: ChatBody) -> None:
         invalid("top_logprobs", "needs logprobs: true")
     if body.echo:
         invalid("echo", "is for /v1/completions; leave it out")
-
-
-def _check_message(message: ChatMessage, where: str) -> None:
-    """Refuses content that would not be passed to the template, and so would be lost."""
-    called = message.tool_calls or message.function_call or message.tool_call_id
-    if message.role in ("tool", "function") or called:
-        field = "role" if message.role in ("tool", "function") else "tool_calls"
-        invalid(f"{where}.{field}", "tool calls and their results are not supported yet")
-    if message.role not in ROLES:
-        invalid(f"{where}.role", f"must be one of {', '.join(ROLES)}, not {message.role[:40]!r}")
-    for field in ("refusal", "audio"):
-        if getattr(message, field) is not None:
-            invalid(f"{where}.{field}", "is not supported; send the answer's content")

@@ -99,15 +99,31 @@ class ContentPart(msgspec.Struct, kw_only=True):
     text: str | None = None
 
 
+class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    arguments: str = ""
+    """The text of a JSON object. Empty: no arguments."""
+
+
+class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+    index: int | None = None
+    """Comes with streamed answers, and has no effect."""
+
+
 class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     role: str
     content: str | list[ContentPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    """vLLM's newer name of `reasoning_content`."""
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
     # Known, and refused.
-    tool_calls: Any = None
     function_call: Any = None
-    tool_call_id: Any = None
     refusal: Any = None
     audio: Any = None
     # Come with answers of others, and have no effect.

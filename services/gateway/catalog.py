@@ -31,12 +31,18 @@ class Lingo:
 
     codec: TextCodec
     template: Template | None
-    """Run by a ConfinedPool only."""
+    """Run by a ConfinedPool only, as `tool_template`."""
+    tool_template: Template | None
+    """For chats with tools, if the model has a template of its own for them."""
     eos: tuple[int, ...]
     """Ids that end a completion."""
     vocab_size: int
     defaults: Mapping[str, float]
     """Of sampling, by the names that requests have for it."""
+
+    def template_for(self, tools: bool) -> Template | None:
+        """The template for a chat, which may have tools."""
+        return self.tool_template if tools and self.tool_template else self.template
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,14 +138,16 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         bos=special.get("bos_token"),
         add_bos=tokenizer_config.get("add_bos_token") is True,
     )
-    source = template_source(files, tokenizer_config)
+    sources = [template_source(files, tokenizer_config, name) for name in ("default", "tool_use")]
+    template, tool_template = (Template(source, special) if source else None for source in sources)
     generation = _json(files, GENERATION_CONFIG)
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     if "eos_token" in special:
         eos |= _ids(codec.token_id(special["eos_token"]))
     return Lingo(
         codec=codec,
-        template=Template(source, special) if source else None,
+        template=template,
+        tool_template=tool_template,
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
         defaults=model_defaults(generation),

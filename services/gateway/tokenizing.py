@@ -6,10 +6,11 @@ import msgspec
 
 from services.gateway.answer_bodies import DetokenizeAnswer, TokenizeAnswer
 from services.gateway.api_error import invalid
-from services.gateway.asked import Prompt, dialogue_of
+from services.gateway.asked import Prompt
 from services.gateway.bodies import ChatMessage
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
+from services.gateway.history import dialogue_of
 from services.gateway.prompts import PromptReader
 from shared.errors import BadInput
 from shared.messages.pool import ModelRecord

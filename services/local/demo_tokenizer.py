@@ -13,11 +13,28 @@ SPECIAL_TOKENS = (BOS, EOS, *ROLES)
 """The first ids, in this order."""
 MIN_VOCAB = 256 + len(SPECIAL_TOKENS)
 
-CHAT_TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}"
-    "{{ '<|' + message['role'] + '|>' + message['content'] + eos_token }}"
-    "{% endfor %}{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
+CHAT_TEMPLATE = """{{ bos_token }}
+{%- if tools %}
+    {{- '<|system|>Call a function like this:\\n<tool_call>\\n' }}
+    {{- '{"name": <name>, "arguments": <arguments>}\\n</tool_call>' }}
+    {%- for tool in tools %}{{ '\\n' + tool | tojson }}{% endfor %}
+    {{- eos_token }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message['role'] == 'tool' %}
+        {{- '<|user|><tool_response>\\n' + message['content'] + '\\n</tool_response>' }}
+    {%- else %}
+        {{- '<|' + message['role'] + '|>' + message['content'] }}
+    {%- endif %}
+    {%- for call in message['tool_calls'] or [] %}
+        {%- set called = call['function'] %}
+        {{- '<tool_call>\\n{"name": ' + called['name'] | tojson }}
+        {{- ', "arguments": ' + called['arguments'] | tojson + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- eos_token }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
+"""Calls of tools are written as Hermes and Qwen write them."""
 
 
 def train_tokenizer(vocab_size: int) -> Tokenizer:

@@ -37,9 +37,16 @@ class Render(msgspec.Struct, frozen=True, tag=True):
     arguments: dict[str, Any]
     most_chars: int
     """A longer prompt is refused."""
+    tools: tuple[dict[str, Any], ...] = ()
 
 
-Job = Check | Compile | Render
+class Learn(msgspec.Struct, frozen=True, tag=True):
+    """What a template does with tools. Answer: a `Manner` in JSON."""
+
+    template: Template
+
+
+Job = Check | Compile | Render | Learn
 
 
 class Done(msgspec.Struct, frozen=True, tag=True):

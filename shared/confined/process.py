@@ -12,10 +12,23 @@ import threading
 from collections import OrderedDict
 from pathlib import Path
 
+import msgspec
+
 from shared.chat_template import ChatTemplate
 from shared.confined import jobs
-from shared.confined.jobs import Check, Compile, Done, Job, Outcome, Refused, Render, Template
+from shared.confined.jobs import (
+    Check,
+    Compile,
+    Done,
+    Job,
+    Learn,
+    Outcome,
+    Refused,
+    Render,
+    Template,
+)
 from shared.errors import BadInput, ModelError
+from shared.template_manner import manner_of
 from shared.threads import CHECK_STACK
 
 CHECK_S = 0.5
@@ -75,6 +88,9 @@ def _outcome(job: Job, templates: "OrderedDict[tuple[str, str], ChatTemplate]") 
                 return Done("")
             case Render():
                 return _rendered(job, _ready(job.template, templates))
+            case Learn():
+                manner = manner_of(_ready(job.template, templates))
+                return Done(msgspec.json.encode(manner).decode())
     except BadInput as error:
         return Refused(str(error))
     except ModelError as error:
@@ -97,7 +113,10 @@ def _ready(
 
 def _rendered(job: Render, template: ChatTemplate) -> Outcome:
     text = template.render(
-        job.messages, add_generation_prompt=job.add_generation_prompt, arguments=job.arguments
+        job.messages,
+        add_generation_prompt=job.add_generation_prompt,
+        arguments=job.arguments,
+        tools=job.tools,
     )
     if len(text) > job.most_chars:
         return Refused(

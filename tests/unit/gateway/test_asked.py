@@ -8,6 +8,7 @@ import pytest
 
 from services.gateway.api_error import ApiError
 from services.gateway.asked import Asked, chat, completion
+from services.gateway.history import Dialogue
 from services.gateway.unsupported import INSTEAD, SILENT, Unsupported
 
 ASK = {"model": "m", "prompt": "say hello"}
@@ -124,11 +125,14 @@ CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{
 @pytest.mark.parametrize(
     ("message", "field", "said"),
     [
-        ({"role": "tool", "content": "5", "tool_call_id": "1"}, "role", "tool calls"),
-        ({"role": "function", "content": "5", "name": "f"}, "role", "tool calls"),
-        ({"role": "assistant", "tool_calls": [CALL]}, "tool_calls", "tool calls"),
-        ({"role": "assistant", "function_call": {"name": "f"}}, "tool_calls", "tool calls"),
-        ({"role": "boss", "content": "a"}, "role", "system, developer, user, assistant"),
+        ({"role": "tool", "content": "5", "tool_call_id": "1"}, "tool_call_id", "has a call '1'"),
+        ({"role": "tool", "content": "5"}, "tool_call_id", "is needed"),
+        ({"role": "function", "content": "5", "name": "f"}, "role", "use 'tool'"),
+        ({"role": "user", "content": "a", "tool_calls": [CALL]}, "tool_calls", "only messages"),
+        ({"role": "user", "content": "a", "tool_call_id": "1"}, "tool_call_id", "only messages"),
+        ({"role": "assistant", "function_call": {"name": "f"}}, "function_call", "use tool_calls"),
+        ({"role": "assistant", "tool_calls": [{"id": "1"}]}, "tool_calls[0]", "function"),
+        ({"role": "boss", "content": "a"}, "role", "system, developer, user, assistant, tool"),
         ({"role": "assistant", "refusal": "no"}, "refusal", "not supported"),
     ],
     ids=str,
@@ -141,6 +145,29 @@ def test_messages_that_a_template_would_not_be_given(
     assert error.status == 400
     assert msgspec.json.decode(error.body)["error"]["param"] == f"messages[1].{field}"
     assert said in str(error)
+
+
+@pytest.mark.parametrize("arguments", ["[1]", "{", "5", '{"a": 1' + "0" * 30 + "}", "[" * 5000])
+def test_arguments_are_a_json_object(arguments: str) -> None:
+    call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+    history = [USER, {"role": "assistant", "tool_calls": [CALL, call]}]
+    error = refused({**CHAT, "messages": history}, chat)
+    said = msgspec.json.decode(error.body)["error"]
+    assert said["param"] == "messages[1].tool_calls[1].function.arguments"
+
+
+def test_calls_reach_the_template_as_it_reads_them() -> None:
+    call = {"id": "c", "function": {"name": "f", "arguments": '{"a": [1]}'}, "index": 0}
+    empty = {"id": "d", "type": "function", "function": {"name": "g", "arguments": ""}}
+    calling = {"role": "assistant", "content": None, "tool_calls": [call, empty], "reasoning": "r"}
+    answer = {"role": "tool", "content": [{"type": "text", "text": "5"}], "tool_call_id": "d"}
+    (prompt,) = chat(msgspec.json.encode({**CHAT, "messages": [USER, calling, answer]})).prompts
+    assert isinstance(prompt, Dialogue)
+    _, called, answered = prompt.messages
+    functions = [one["function"] for one in called["tool_calls"]]
+    assert functions == [{"name": "f", "arguments": {"a": [1]}}, {"name": "g", "arguments": {}}]
+    assert called["reasoning_content"] == "r"
+    assert answered == {"role": "tool", "content": "5", "tool_call_id": "d", "name": "g"}
 
 
 def test_an_answer_can_be_sent_back_as_it_came() -> None:

@@ -11,7 +11,11 @@ async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
     status, answer = await post(http, CHAT, "chat/completions")
     assert status == 200
     assert answer["object"] == "chat.completion"
-    assert answer["choices"][0]["message"] == {"role": "assistant", "content": "hello world"}
+    assert answer["choices"][0]["message"] == {
+        "role": "assistant",
+        "content": "hello world",
+        "refusal": None,
+    }
     (submit,) = cluster.nodes[1].submits
     assert submit.tokens == (0, 2, *ids_of("hi"), 3)
     assert submit.max_tokens == CONTEXT - 5
@@ -56,6 +60,59 @@ async def test_the_template_may_refuse(http: aiohttp.ClientSession) -> None:
     status, answer = await post(http, {**CHAT, "messages": messages}, "chat/completions")
     assert status == 400
     assert "system goes first" in answer["error"]["message"]
+
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+HISTORY = [
+    {"role": "user", "content": "a"},
+    {"role": "assistant", "content": None, "tool_calls": [CALL]},
+    {"role": "tool", "content": "5", "tool_call_id": "c1"},
+]
+READS_CALLS = (
+    "{% for m in messages %}{{ m.content }}{% for c in m.tool_calls %}"
+    "{{ c.function.name }}({{ c.function.arguments | tojson }}){% endfor %}{% endfor %}"
+)
+
+
+async def test_calls_and_their_results_reach_the_template() -> None:
+    async with running(replica(1), files=text_files(READS_CALLS)) as cluster:
+        async with aiohttp.ClientSession(cluster.service.url) as http:
+            status, _ = await post(http, {**CHAT, "messages": HISTORY}, "chat/completions")
+            assert status == 200
+        (submit,) = cluster.nodes[1].submits
+    assert submit.tokens == tuple(ids_of('af({"a": 1})5'))
+
+
+@pytest.mark.parametrize(
+    ("template", "param"),
+    [
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "messages[1].tool_calls"),
+        (READS_CALLS.replace("messages", "messages[:2]", 1), "messages[2]"),
+    ],
+)
+async def test_history_that_the_template_would_leave_out_is_refused(
+    template: str, param: str
+) -> None:
+    async with (
+        running(replica(1), files=text_files(template)) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        status, answer = await post(http, {**CHAT, "messages": HISTORY}, "chat/completions")
+    assert (status, answer["error"]["param"]) == (400, param)
+    assert "leaves out" in answer["error"]["message"]
+
+
+async def test_a_template_of_its_own_for_tools() -> None:
+    named: object = [
+        {"name": "default", "template": "plain"},
+        {"name": "tool_use", "template": READS_CALLS},
+    ]
+    async with running(replica(1), files=text_files(named)) as cluster:
+        async with aiohttp.ClientSession(cluster.service.url) as http:
+            for messages in (HISTORY, HISTORY[:1]):
+                await post(http, {**CHAT, "messages": messages}, "chat/completions")
+        found = [submit.tokens for submit in cluster.nodes[1].submits]
+    assert found == [tuple(ids_of('af({"a": 1})5')), tuple(ids_of("plain"))]
 
 
 async def test_pictures_are_refused(http: aiohttp.ClientSession) -> None:
