@@ -3,7 +3,6 @@
 Events of one choice differ only in their text, so everything else is encoded once for each choice.
 """
 
-import time
 from collections.abc import Iterable, Sequence
 
 import msgspec
@@ -11,13 +10,12 @@ import msgspec
 from services.gateway.api_error import ApiError
 from services.gateway.asked import Asked
 from services.gateway.choices import CONTEXT, Choice
+from services.gateway.encoder import WAITING
 from services.gateway.generation import Delta, Generation
 from services.gateway.text import Offsets, TextCodec
 from shared.messages.serving import Logprobs
 
 DONE = b"data: [DONE]\n\n"
-WAITING = b": waiting\n\n"
-"""An SSE comment: clients ignore it, and proxies see that the connection lives."""
 LEAST_LOGPROB = -9999.0
 """The API's value for an impossible token."""
 _encode = msgspec.json.encode
@@ -30,9 +28,9 @@ class Answers:
         generation: Generation,
         answer_id: str,
         codec: TextCodec,
-        created: int | None = None,
+        created: int,
     ) -> None:
-        """`created`: when the answer was begun, in seconds since the epoch. None: now."""
+        """`created`: when the answer was begun, in seconds since the epoch."""
         self._asked = asked
         self._codec = codec
         self._generation = generation
@@ -43,7 +41,7 @@ class Answers:
         self._common: dict[str, object] = {
             "id": f"{'chatcmpl' if self._chat else 'cmpl'}-{answer_id}",
             "object": kind,
-            "created": int(time.time()) if created is None else created,
+            "created": created,
             "model": generation.record.name,
             "system_fingerprint": f"ls-{generation.record.model_id[:12]}",
         }
@@ -66,7 +64,7 @@ class Answers:
 
     # --- whole ---------------------------------------------------------------
 
-    def whole(self, texts: list[list[str]]) -> bytes:
+    def whole(self, texts: Sequence[Sequence[str]]) -> bytes:
         """A whole answer. `texts` are the parts of each choice."""
         choices = [
             self._choice(choice, "".join((choice.echo, *parts)))
@@ -153,7 +151,7 @@ class Answers:
 
     # --- streamed ------------------------------------------------------------
 
-    def events(self, deltas: Iterable[Delta]) -> bytes:
+    def events(self, deltas: Sequence[Delta]) -> bytes:
         parts: list[bytes] = []
         for choice, text, token, logprobs, finish, generated in deltas:
             tail = self._tail(generated)
@@ -198,6 +196,14 @@ class Answers:
         if self._asked.usage_in_chunks:
             return b'],"usage":' + _encode(self._generation.usage(generated)) + b"}\n\n"
         return b'],"usage":null}\n\n' if self._asked.usage_at_end else b"]}\n\n"
+
+    @staticmethod
+    def waiting() -> bytes:
+        return WAITING
+
+    @property
+    def end(self) -> bytes:
+        return DONE
 
     def last(self) -> bytes:
         """The events after those of the choices."""

@@ -6,11 +6,11 @@ far, whatever the order in which tokens of several choices came. With each count
 the tokens up to there: an answer that goes on otherwise than it began is refused, not continued.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from zlib import crc32
 
-from services.gateway.answers import DONE, Answers
 from services.gateway.api_error import ApiError
+from services.gateway.encoder import StreamEncoder
 from services.gateway.generation import Delta
 from services.gateway.idempotency import END, Mark, mark
 
@@ -18,7 +18,7 @@ _EVENT_END = b"\n\n"
 
 
 class NumberedAnswers:
-    def __init__(self, answers: Answers, marks: Sequence[Mark] | None, choices: int) -> None:
+    def __init__(self, answers: StreamEncoder, marks: Sequence[Mark] | None, choices: int) -> None:
         """`marks`: how much of each choice the client has. None: everything."""
         self._answers = answers
         self._marks = marks
@@ -26,7 +26,7 @@ class NumberedAnswers:
         self._checks = [0] * choices
         self._ids = [mark(0, 0)] * choices
 
-    def events(self, deltas: Iterable[Delta]) -> bytes:
+    def events(self, deltas: Sequence[Delta]) -> bytes:
         """The events that the client does not have. ApiError 409 if it has others."""
         if self._marks is None:
             return b""
@@ -52,8 +52,15 @@ class NumberedAnswers:
     def last(self) -> bytes:
         data = self._answers.last()
         if self._marks is None:
-            return DONE
-        return data if data == DONE else b"id: " + END.encode() + b"\n" + data
+            return self.end
+        return data if data == self.end else b"id: " + END.encode() + b"\n" + data
+
+    @property
+    def end(self) -> bytes:
+        return self._answers.end
+
+    def waiting(self) -> bytes:
+        return self._answers.waiting()
 
     def failed(self, error: ApiError) -> bytes:
         return self._answers.failed(error)

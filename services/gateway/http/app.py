@@ -11,6 +11,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
+from services.gateway.http.generating import Generating
 from services.gateway.http.models import ServedModels
 from services.gateway.http.openapi import Described
 from services.gateway.http.outer import OPEN, Outer, set_headers
@@ -42,9 +43,10 @@ class Api:
         self._outer = Outer(config, connections, metrics, log)
         self._models = models = ServedModels(catalog, connected, log)
         self._pages = Pages(models, metrics)
-        self._completions = Completions(
+        generating = Generating(
             connections, models, prompts, grammars, frontend, metrics, keyed, log
         )
+        self._completions = Completions(generating)
         self._classification = Classification(
             config.max_image_bytes, connections, models, frontend, metrics
         )

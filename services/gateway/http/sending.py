@@ -1,16 +1,16 @@
-"""The HTTP responses of completions: whole ones and streams, from whatever gives their deltas."""
+"""The HTTP responses of what is generated: whole ones and streams, of any API, from whatever gives
+their deltas."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from services.gateway.answers import WAITING, Answers
 from services.gateway.api_error import ApiError
 from services.gateway.aside import aside
-from services.gateway.event_ids import NumberedAnswers
+from services.gateway.encoder import Encoder, StreamEncoder
 from services.gateway.generation import Delta, Generation
 from services.gateway.keyed_answers import Reader
 
@@ -24,23 +24,23 @@ def as_json(answer: msgspec.Struct) -> web.Response:
     return web.Response(body=msgspec.json.encode(answer), content_type="application/json")
 
 
-async def whole(source: Generation | Reader, answers: Answers) -> web.Response:
+async def whole(source: Generation | Reader, encoder: Encoder) -> web.Response:
     generation = source.generation
     texts: list[list[str]] = [[] for _ in generation.choices]
     async for deltas in source.deltas(None):
         for choice, text, *_ in deltas:
             texts[choice.index].append(text)
-    if answers.long:  # 10,000 tokens take 0.2 s: streams go on meanwhile
-        data = await aside(answers.whole, texts)
+    if encoder.long:  # 10,000 tokens take 0.2 s: streams go on meanwhile
+        data = await aside(encoder.whole, texts)
     else:
-        data = answers.whole(texts)
+        data = encoder.whole(texts)
     return web.Response(body=data, content_type="application/json")
 
 
 async def stream(
     request: web.Request,
     source: Generation | Reader,
-    answers: Answers | NumberedAnswers,
+    encoder: StreamEncoder,
     log: structlog.stdlib.BoundLogger,
     call: str,
 ) -> web.StreamResponse:
@@ -52,9 +52,9 @@ async def stream(
     try:
         try:
             async for deltas in source.deltas(KEEPALIVE_S):
-                data = WAITING
+                data = encoder.waiting()
                 if deltas:
-                    data = await _written(source.generation, answers.events, deltas)
+                    data = await _written(source.generation, encoder.events, deltas)
                 if not data:
                     continue  # half a character, or the possible beginning of a stop string
                 if not response.prepared:
@@ -62,7 +62,7 @@ async def stream(
                 await response.write(data)
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(answers.last())
+            await response.write(encoder.last())
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except Exception as error:  # headers are out, so the stream itself has to say it
@@ -71,7 +71,7 @@ async def stream(
             if not isinstance(error, ApiError):
                 log.exception("stream failed", request=call)
                 error = ApiError(500, FAILED)
-            await response.write(answers.failed(error))
+            await response.write(encoder.failed(error))
         await response.write_eof()
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer
@@ -79,7 +79,7 @@ async def stream(
 
 
 async def _written(
-    generation: Generation, events: Callable[[list[Delta]], bytes], deltas: list[Delta]
+    generation: Generation, events: Callable[[Sequence[Delta]], bytes], deltas: list[Delta]
 ) -> bytes:
     """Encodes events. With scores of a prompt there is a line for every token of it, so they are
     encoded on a thread, while other streams go on."""

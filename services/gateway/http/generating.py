@@ -1,0 +1,107 @@
+"""From what is asked of a model to the answer that is sent, for every API that generates text."""
+
+import time
+from collections.abc import Callable
+
+import structlog
+from aiohttp import web
+
+from services.gateway.api_error import invalid
+from services.gateway.asked import Asked
+from services.gateway.choices import choices_of
+from services.gateway.connections import Connections
+from services.gateway.encoder import Encoder
+from services.gateway.event_ids import NumberedAnswers
+from services.gateway.frontend import Frontend
+from services.gateway.generation import Generation
+from services.gateway.grammars import GrammarChecker
+from services.gateway.http import sending
+from services.gateway.http.models import ServedModels
+from services.gateway.http.outer import ID
+from services.gateway.idempotency import Key, key_of, marks_of
+from services.gateway.keyed_answers import KeyedAnswers
+from services.gateway.metrics import Metrics
+from services.gateway.prompts import PromptReader
+from services.gateway.text import TextCodec
+from shared.errors import BadInput
+
+EncoderOf = Callable[[Generation, str, TextCodec, int], Encoder]
+"""What writes an answer: of the generation, with an id, and begun at a time in seconds since the
+epoch."""
+
+
+class Generating:
+    def __init__(
+        self,
+        connections: Connections,
+        models: ServedModels,
+        prompts: PromptReader,
+        grammars: GrammarChecker,
+        frontend: Frontend,
+        metrics: Metrics,
+        keyed: KeyedAnswers,
+        log: structlog.stdlib.BoundLogger,
+    ) -> None:
+        self._connections = connections
+        self._models = models
+        self._prompts = prompts
+        self._grammars = grammars
+        self._frontend = frontend
+        self._metrics = metrics
+        self._keyed = keyed
+        self._log = log
+
+    async def body(self, request: web.Request) -> bytes:
+        async with self._connections.arriving():
+            return await request.read()
+
+    async def answer(
+        self, request: web.Request, asked: Asked, encoder_of: EncoderOf
+    ) -> web.StreamResponse:
+        record = self._models.record(asked.model)
+        lingo = await self._models.lingo(record)
+        prompts = await self._prompts.read(asked, record, lingo)
+        key = key_of(request.headers, request.path, await request.read())
+        seed = None if key is None else key.seed
+        choices = choices_of(asked, record, lingo, prompts, request[ID], seed)
+        await self._check_grammar(asked)
+        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        trace = request.headers.get("traceparent", "")
+        generation = Generation(
+            self._frontend, self._metrics, record, choices, prompt_tokens, trace
+        )
+        codec = lingo.codec
+        if key is not None:
+            return await self._answer_keyed(request, asked, key, generation, codec, encoder_of)
+        encoder = encoder_of(generation, request[ID], codec, int(time.time()))
+        async with generation:
+            if asked.stream:
+                return await sending.stream(request, generation, encoder, self._log, request[ID])
+            return await sending.whole(generation, encoder)
+
+    async def _answer_keyed(
+        self,
+        request: web.Request,
+        asked: Asked,
+        key: Key,
+        generation: Generation,
+        codec: TextCodec,
+        encoder_of: EncoderOf,
+    ) -> web.StreamResponse:
+        """Answers a request that may have been answered in part, by any gateway."""
+        count = len(generation.choices)
+        marks = marks_of(request.headers, count)
+        async with self._keyed.reader(key, generation) as reader:
+            encoder = encoder_of(reader.generation, reader.answer_id, codec, reader.created)
+            if not asked.stream:
+                return await sending.whole(reader, encoder)
+            numbered = NumberedAnswers(encoder, marks, count)
+            return await sending.stream(request, reader, numbered, self._log, request[ID])
+
+    async def _check_grammar(self, asked: Asked) -> None:
+        if not asked.rules.grammar:
+            return
+        try:
+            await self._grammars.check(asked.rules.grammar)
+        except BadInput as error:
+            invalid(asked.grammar_field, str(error))
