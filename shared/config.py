@@ -138,6 +138,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     others."""
     serving: str = "pools"
     """Who serves while blocks spread: pools, pools-only-targets, pipelines, zigzag or none."""
+    signing_key_file: str = ""
+    """File with the key (from `lambdascale init`) that signs what nodes may read of each other's
+    blocks for a scaling event; see `node.signers_file`. Empty: nothing is signed."""
     step_overhead_s: Seconds = 0.001
     """The most that alpha of the cost model may be: the time until the first bytes from a new
     source arrive. (Nodes measure it.)"""
@@ -157,6 +160,8 @@ class RegistryConfig(_Section, frozen=True, kw_only=True):
     copies_at_a_time: Count = 4
     """The most copies that are made at a time on disks, and the most in host caches, each on a node
     of its own."""
+    signing_key_file: str = ""
+    """The same as `planner.signing_key_file`, for the copies that the registry orders."""
     copy_bytes_per_s: Size = 0
     """The rate of each. 0: a quarter of the slower link of the two nodes, or 100 MB/s if neither
     rate is known."""
@@ -234,6 +239,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """File with the cluster's secret: at least 32 bytes, which only its owner may read. Nodes that
     have it connect only to nodes that have the same. Empty: whoever can reach a node may
     connect."""
+    signers_file: str = ""
+    """File with the public keys (from `lambdascale init`) of planner and registry. Other nodes may
+    then read from this one only what these have ordered. Empty: any node may read every block."""
     mesh_peers: Size = 64
     """How many peers, nearest first, the node connects to before a plan needs them. It connects to
     others when they are needed."""

@@ -191,6 +191,13 @@ class RegionUnknown(TransportError):
     code = "region_unknown"
 
 
+class ReadRefused(TransportError):
+    """The peer does not let this node read that: it was shown no capability for it, or one that is
+    not good."""
+
+    code = "read_refused"
+
+
 class DigestMismatch(TransportError):
     """Bytes arrived that do not match the manifest. They are dropped and fetched elsewhere."""
 

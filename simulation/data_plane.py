@@ -14,7 +14,7 @@ from services.node.moving.data_plane import fetch
 from services.node.moving.events import PlaneListener
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
-from services.node.transport.base import Buffer
+from services.node.transport.base import Buffer, Permit
 from shared.errors import Conflict
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -88,19 +88,28 @@ class ModelledDataPlane:
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
         space: ModelSpace | None = None,
+        *,
+        capability: bytes = b"",
     ) -> None:
         self._check_open()
         if space is not None:
             self._mover.host(model, space.manifest, space, ())
-        self._mover.apply(model, plan, pulls, addresses)
+        self._mover.apply(model, plan, pulls, addresses, capability)
 
     async def drop(self, model: ModelId) -> None:
         await self._do(self._mover.drop(model))
 
     async def fetch(
-        self, address: str, region: str, offset: int, into: memoryview, *, within: float
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        permit: Permit | None = None,
+        within: float,
     ) -> None:
-        await self._do(fetch(self._transport, address, region, offset, into, within))
+        await self._do(fetch(self._transport, address, region, offset, into, permit, within))
 
     async def connect(self, address: str) -> None:
         await self._do(self._transport.connect(address))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Listener, OnReceived, Permit, ReadResult
 from services.node.transport.loans import Loans
 from services.node.transport.regions import Region, Regions
 from shared.clock import now, wall_ns
@@ -209,6 +209,7 @@ class ModelledTransport:
         *,
         priority: int,
         received: OnReceived | None = None,
+        permit: Permit | None = None,
     ) -> ReadResult:
         flat = into.cast("B")
         if not len(flat) or offset < 0:

@@ -199,7 +199,20 @@ class Cluster:
         if port is not None:
             settings["LAMBDASCALE_GATEWAY_PORT"] = str(port)
         role = self.services[name]
+        if role in credentials.SIGN and not self._signs_otherwise:
+            path = Path(self.state.credentials) / role / credentials.SIGNING_KEY
+            settings[f"LAMBDASCALE_{role.upper()}_SIGNING_KEY_FILE"] = str(path)
         self._spawn(name, role, User(Role(role)), settings)
+
+    @property
+    def _signs_otherwise(self) -> bool:
+        """Whether the configuration names keys for read capabilities."""
+        configured = load(self.spec.config)
+        return bool(
+            configured.planner.signing_key_file
+            or configured.registry.signing_key_file
+            or configured.node.signers_file
+        )
 
     @property
     def node_names(self) -> dict[str, NodeId]:
@@ -219,8 +232,10 @@ class Cluster:
             "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / node),
             "LAMBDASCALE_NODE_KV_SHARE": str(configured.kv_share / self.spec.nodes),
         }
+        own = Path(self.state.credentials) / User(Role.NODE, node).directory
+        if not self._signs_otherwise:
+            settings["LAMBDASCALE_NODE_SIGNERS_FILE"] = str(own / credentials.SIGNERS)
         if not configured.secret_file:
-            own = Path(self.state.credentials) / User(Role.NODE, node).directory
             settings["LAMBDASCALE_NODE_SECRET_FILE"] = str(own / credentials.NODES_SECRET)
         if self.spec.apart:
             settings["LAMBDASCALE_NODE_MACHINE"] = node

@@ -1,9 +1,12 @@
 """The users of a cluster's bus: a directory for each, with the secret half of its key.
 
-    authority/users.json   the public halves, by directory: who may connect
-    registry/nats.seed     one role's secret half; also planner/, gateway/, operator/
-    nodes/ID/nats.seed     a node's
-    nodes/ID/nodes.secret  what all nodes know, and show each other
+    authority/users.json    the public halves, by directory: who may connect
+    registry/nats.seed      one role's secret half; also planner/, gateway/, operator/
+    registry/signing.key    signs what nodes may read of each other; also planner/
+    authority/signers.json  the public halves of these, by role
+    nodes/ID/nats.seed      a node's
+    nodes/ID/nodes.secret   what all nodes know, and show each other
+    nodes/ID/signers.json   as in authority/
 
 A machine needs the directories of what runs there, and no other. What there is already stays.
 """
@@ -22,6 +25,7 @@ import nkeys
 
 from services.local.private import private_directory, write_private
 from shared.bus.credentials import SEED, public_half, read_credentials
+from shared.capabilities import load_signer, new_seed
 from shared.errors import ConfigError
 from shared.ids import NodeId, check_name
 from shared.permissions import ANSWER_WITHIN, Role, inbox_of, permissions
@@ -30,6 +34,10 @@ AUTHORITY = "authority"
 USERS = "users.json"
 NODES = "nodes"
 NODES_SECRET = "nodes.secret"
+SIGN = (Role.PLANNER, Role.REGISTRY)
+"""Who orders copies, and signs what nodes may read for them."""
+SIGNING_KEY = "signing.key"
+SIGNERS = "signers.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,38 @@ def make_users(directory: Path, users: Collection[User]) -> Keys:
         write_private(private / SEED, seed + "\n")
         keys[user] = public_half(seed)
     write_users(directory, keys)
+    _make_signers(directory, keys)
     return keys
+
+
+def _make_signers(directory: Path, users: Collection[User]) -> None:
+    """Makes a signing key for each role that has none yet, and tells the nodes' directories."""
+    public = _read_signers(directory)
+    for role in SIGN:
+        if role in public or User(role) not in users:
+            continue
+        path = directory / role / SIGNING_KEY
+        if not path.exists():
+            private_directory(path.parent)
+            write_private(path, new_seed().hex() + "\n")
+        signer = load_signer(role, str(path))
+        assert signer is not None  # a path was given
+        public[role] = signer.public_half
+    text = _json(public)
+    own = (directory / user.directory for user in users if user.node)
+    for known in (directory / AUTHORITY, *(each for each in own if each.is_dir())):
+        if not (known / SIGNERS).exists() or (known / SIGNERS).read_text() != text:
+            write_private(known / SIGNERS, text)
+
+
+def _read_signers(directory: Path) -> dict[str, str]:
+    path = directory / AUTHORITY / SIGNERS
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, str])
+    except FileNotFoundError:
+        return {}
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is damaged: {error}") from error
 
 
 def read_users(directory: Path) -> Keys:
@@ -103,8 +142,12 @@ def read_users(directory: Path) -> Keys:
 
 def write_users(directory: Path, keys: Keys) -> None:
     private_directory(directory / AUTHORITY)
-    text = json.dumps({user.directory: key for user, key in keys.items()}, indent=2, sort_keys=True)
-    write_private(directory / AUTHORITY / USERS, text + "\n")
+    text = _json({user.directory: key for user, key in keys.items()})
+    write_private(directory / AUTHORITY / USERS, text)
+
+
+def _json(keys: dict[str, str]) -> str:
+    return json.dumps(keys, indent=2, sort_keys=True) + "\n"
 
 
 def shared_secret(directory: Path, name: str) -> str:
@@ -122,6 +165,9 @@ def forget(directory: Path, user: User) -> None:
     keys.pop(user, None)
     write_users(directory, keys)
     shutil.rmtree(directory / user.directory, ignore_errors=True)
+    signers = _read_signers(directory)
+    if signers.pop(user.role, None):
+        write_private(directory / AUTHORITY / SIGNERS, _json(signers))
 
 
 def authorization(keys: Keys) -> dict[str, object]:

@@ -20,7 +20,7 @@ from services.node.memory.device import DeviceArena
 from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.events import PlaneListener
-from services.node.transport.base import Buffer
+from services.node.transport.base import Buffer, Permit
 from shared.errors import LambdaScaleError, TransportError
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
@@ -92,10 +92,19 @@ class AnyDataPlane(Protocol):
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
         space: ModelSpace | None = None,
+        *,
+        capability: bytes = b"",
     ) -> None: ...
     async def drop(self, model: ModelId) -> None: ...
     async def fetch(
-        self, address: str, region: str, offset: int, into: memoryview, *, within: float
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        permit: Permit | None = None,
+        within: float,
     ) -> None: ...
     async def connect(self, address: str) -> None: ...
     def send(self, address: str, header: bytes, payload: Sequence[Buffer]) -> None: ...

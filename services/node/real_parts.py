@@ -13,12 +13,14 @@ from services.node.memory.shelf import Shelf
 from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
+from services.node.moving.gate import CapabilityGate
 from services.node.parts import WorkerListener
 from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
 from services.node.transport.direct import Direct
 from services.node.transport.rdma import RdmaDirect
 from services.node.transport.shm import ShmDirect
+from shared.capabilities import load_signers
 from shared.config import NodeConfig
 from shared.errors import ConfigError
 from shared.ids import NodeId
@@ -62,6 +64,7 @@ class RealParts:
         self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener
     ) -> DataPlane:
         config = self._config
+        signers = load_signers(config.signers_file)
         return DataPlane(
             config.host,
             config.port,
@@ -69,6 +72,7 @@ class RealParts:
             self._ways(memories, device.landing if device and config.device_direct else None),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             secret.load(config.secret_file),
+            None if signers is None else CapabilityGate(signers),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
         )

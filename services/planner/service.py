@@ -15,6 +15,7 @@ from services.planner.shell import Shell
 from services.planner.store import Store
 from shared import subjects, telemetry
 from shared.bus.base import Bus, On
+from shared.capabilities import load_signer
 from shared.clock import now, wall_ns
 from shared.config import PlannerConfig
 from shared.errors import ConfigError
@@ -58,7 +59,8 @@ class PlannerService(Service):
         self._store = Store(bus, self.log)
         archive = await self._store.load()
         self.core = self.core_type(settings(self._config, self.term, self._decide), archive)
-        self._shell = Shell(bus, self.core, self._store, self.log, self._spawn)
+        signer = load_signer(self.role, self._config.signing_key_file)
+        self._shell = Shell(bus, self.core, self._store, self.log, self._spawn, signer)
         self.resources.callback(self._shell.close)
         self.spawn(self._store.run(), name="store")
         self.spawn(self._shell.send_outbox(), name="outbox")

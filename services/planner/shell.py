@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
 from structlog.stdlib import BoundLogger
 
 from services.planner.core import commands, instances
@@ -33,6 +34,7 @@ from services.planner.core.tickets import Moment
 from services.planner.store import Store
 from shared import subjects, telemetry
 from shared.bus.base import Bus
+from shared.capabilities import LIFETIME_S, Signer
 from shared.clock import now, wall_ns
 from shared.containment import is_containable
 from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, Superseded
@@ -40,7 +42,7 @@ from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.instances import InstanceSet
 from shared.messages.pool import ReportStatus, Reserved, Sources
-from shared.messages.scaling import SetInstances
+from shared.messages.scaling import ApplyPlan, SetInstances
 from shared.pool_pages import read_pool
 
 REGISTRY_TIMEOUT_S = 2.0
@@ -54,13 +56,21 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 class Shell:
     def __init__(
-        self, bus: Bus, planner: Planner, store: Store, log: BoundLogger, spawn: Spawn
+        self,
+        bus: Bus,
+        planner: Planner,
+        store: Store,
+        log: BoundLogger,
+        spawn: Spawn,
+        signer: Signer | None = None,
     ) -> None:
+        """`signer`: signs what targets may read; None: nobody asks for that."""
         self.ready = asyncio.Event()
         """Set once the core knows the pool."""
         self._bus = bus
         self._planner = planner
         self._store = store
+        self._signer = signer
         self._log = log
         self._spawn = spawn
         self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
@@ -228,11 +238,21 @@ class Shell:
                 subject = subjects.REGISTRY_UNRESERVE
                 return await ask(subject, end, Ok, timeout=REGISTRY_TIMEOUT_S)
             case commands.SendPlan(message=plan):
-                return await ask(subjects.node_plan(plan.node), plan, Ok, timeout=PLAN_TIMEOUT_S)
+                subject = subjects.node_plan(plan.node)
+                return await ask(subject, self._signed(plan), Ok, timeout=PLAN_TIMEOUT_S)
             case commands.Release(message=release):
                 subject = subjects.node_release(release.node)
                 return await ask(subject, release, Ok, timeout=RELEASE_TIMEOUT_S)
         raise LambdaScaleError(f"{type(question).__name__} is no request")
+
+    def _signed(self, plan: ApplyPlan) -> ApplyPlan:
+        """With what lets the node read the blocks that it shall pull."""
+        if self._signer is None or not plan.pulls:
+            return plan
+        blocks = [pull.block for pull in plan.pulls]
+        until_ns = wall_ns() + round(LIFETIME_S * 1e9)
+        capability = self._signer.sign(plan.node, plan.model_id, blocks, until_ns)
+        return msgspec.structs.replace(plan, capability=capability)
 
     async def _ping(self, ping: commands.Ping) -> bool:
         """Whether the node's process is there. Answering with an error shows that, too."""

@@ -25,6 +25,7 @@ from services.registry.lease_watch import LeaseWatch
 from services.registry.store import Store
 from shared import clock, subjects
 from shared.bus.base import Bus, On
+from shared.capabilities import LIFETIME_S, load_signer
 from shared.config import RegistryConfig
 from shared.containment import is_containable
 from shared.errors import BusError, LambdaScaleError, MessageTooLarge, Superseded
@@ -99,6 +100,7 @@ class RegistryService(Service):
         self._catalog_lock = asyncio.Lock()
 
     async def open(self) -> None:
+        self._signer = load_signer(self.role, self._config.signing_key_file)
         bus = self._bus = await self.become_active(self._given_bus)
         self._store = Store(bus, self.log)
         await self._restore()
@@ -325,6 +327,7 @@ class RegistryService(Service):
             sources=order.sources,
             bytes_per_s=order.bytes_per_s,
             tier=order.tier,
+            capability=self._capability(order),
             cause=order.cause,
         )
         subject = subjects.node_keep(info.node)
@@ -333,6 +336,16 @@ class RegistryService(Service):
         except LambdaScaleError as error:
             self.log.warning("copy refused", node=info.node, error=str(error))
             self.pool.order_failed(order, str(error), clock.now())
+
+    def _capability(self, order: CopyOrdered) -> bytes:
+        """Lets the node read all of the model, for twice the time that this takes at the copy's
+        rate, and a while."""
+        record = self.pool.catalog.get(order.model_id)
+        if self._signer is None or record is None:
+            return b""
+        lasts_s = LIFETIME_S + 2 * record.nbytes / order.bytes_per_s
+        until_ns = clock.wall_ns() + round(lasts_s * 1e9)
+        return self._signer.sign(order.info.node, record.model_id, range(record.n_blocks), until_ns)
 
     async def _order_drop(self, dropped: CopyDropped) -> None:
         info = dropped.info

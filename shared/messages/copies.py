@@ -26,6 +26,9 @@ class KeepCopy(Message, frozen=True, kw_only=True, tag="keep_copy"):
     """The rate that the copy keeps to."""
     tier: Tier = Tier.DISK
     """Where the copy is to be: on the disk, or in the host cache."""
+    capability: bytes = b""
+    """Lets the node read the model (`shared/capabilities.py`). Empty: the registry has no key to
+    sign one."""
 
 
 class DropCopy(Message, frozen=True, kw_only=True, tag="drop_copy"):

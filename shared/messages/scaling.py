@@ -50,6 +50,9 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     promote: tuple[int, ...]
     peers: tuple[NodeInfo, ...]
     """Every node that a pull names."""
+    capability: bytes = b""
+    """Lets the node read the blocks of its pulls (`shared/capabilities.py`). Empty: the planner has
+    no key to sign one."""
 
 
 class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):

@@ -11,7 +11,7 @@ import sys
 import atheris
 
 with atheris.instrument_imports(include=["services.node.transport", "shared.errors"]):
-    from services.node.transport.base import NoListener
+    from services.node.transport.base import NoListener, Permit
     from services.node.transport.connection import Connection
     from services.node.transport.direct import Place
     from services.node.transport.loans import Loans
@@ -141,6 +141,7 @@ async def serving(said: "atheris.FuzzedDataProvider") -> None:
         Port(0, width=1),
         peer.spawn,
         Way("instant", way, Port(0, width=2)),
+        visitor=None,
         on_sent=lambda began, ended, nbytes: None,
     )
     run = peer.spawn(server.run)
@@ -157,13 +158,20 @@ async def serving(said: "atheris.FuzzedDataProvider") -> None:
 async def asking(said: "atheris.FuzzedDataProvider") -> None:
     peer, way = Peer(), Instant()
     port = Port(0)
-    channel = ReadChannel(peer.connection, port, peer.spawn, Way("instant", way, port))
+    channel = ReadChannel(peer.connection, port, peer.spawn, Way("instant", way, port), asks=True)
     peer.connection.on_closed = channel.fail
     rooms = [bytearray(b"-" * (size + 2 * GUARD)) for size in SIZES]
     loop = asyncio.get_running_loop()
     reads = [
         loop.create_task(
-            channel.read("w", 0, memoryview(room)[GUARD:-GUARD], priority=1, received=None)
+            channel.read(
+                "w",
+                0,
+                memoryview(room)[GUARD:-GUARD],
+                priority=1,
+                received=None,
+                permit=Permit("w", b"may"),
+            )
         )
         for room in rooms
     ]

@@ -17,7 +17,7 @@ from structlog.stdlib import BoundLogger
 from services.node.hosting.library import Library
 from services.node.hosting.pieces import pieces
 from services.node.hosting.promotion import Spawn
-from services.node.moving.mover import region_of
+from services.node.moving.mover import permit_for, region_of
 from services.node.parts import AnyDataPlane, AnyDraft
 from shared.clock import now
 from shared.errors import BadInput, LambdaScaleError, NotFound, as_typed
@@ -232,7 +232,11 @@ class Copying:
         offset, nbytes = copy.draft.manifest.run_range(block, chunks)
         piece = memoryview(bytearray(nbytes))
         region = region_of(copy.draft.model_id, block)
-        await self._data.fetch(source.info.address, region, offset, piece, within=PIECE_S)
+        assert copy.order is not None
+        permit = permit_for(copy.draft.model_id, copy.order.capability)
+        await self._data.fetch(
+            source.info.address, region, offset, piece, permit=permit, within=PIECE_S
+        )
         return piece
 
     async def _expire(self, copy: _Copy) -> None:

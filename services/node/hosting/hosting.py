@@ -181,7 +181,9 @@ class Hosting:
             own = asked if cached else plan.promote
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             # First: the bytes are on their way while the engine opens the model.
-            await self._data.apply(plan.model_id, followed, pulls, addresses, space)
+            await self._data.apply(
+                plan.model_id, followed, pulls, addresses, space, capability=plan.capability
+            )
             _tell_pulls(hosted, plan, pulls)
             await self._opening.activate(hosted)
         if held:

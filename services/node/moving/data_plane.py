@@ -19,7 +19,7 @@ from services.node.memory.arena import ModelSpace
 from services.node.moving.events import PlaneListener
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
-from services.node.transport.base import Buffer, Transport
+from services.node.transport.base import Buffer, Gate, Permit, Transport
 from services.node.transport.direct import Direct
 from services.node.transport.secret import Secret
 from services.node.transport.tcp import TcpTransport
@@ -47,13 +47,14 @@ class DataPlane:
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
         secret: Secret | None = None,
+        gate: Gate | None = None,
         *,
         listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
     ) -> None:
-        """`ways` to move bytes by besides TCP, best first. `overwrites` is told of each part of the
-        arena before anything is written there. The callbacks are called on the data loop and must
-        not block."""
+        """`ways` to move bytes by besides TCP, best first. `gate`: what peers may read.
+        `overwrites` is told of each part of the arena before anything is written there. The
+        callbacks are called on the data loop and must not block."""
         self._make = partial(
             TcpTransport,
             host,
@@ -62,6 +63,7 @@ class DataPlane:
             ways=ways,
             tls=tls,
             secret=secret,
+            gate=gate,
             listener=listener,
         )
         self._hears = listener
@@ -121,16 +123,18 @@ class DataPlane:
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
         space: ModelSpace | None = None,
+        *,
+        capability: bytes = b"",
     ) -> None:
         """`space`: the model is hosted in it first. The data loop is asked once, because each turn
         of the two loops takes milliseconds where many wait for a processor."""
         if space is None:
-            await self._call(lambda: self._mover.apply(model, plan, pulls, addresses))
+            await self._call(lambda: self._mover.apply(model, plan, pulls, addresses, capability))
             return
 
         def begin() -> None:
             self._mover.host(model, space.manifest, space, ())
-            self._mover.apply(model, plan, pulls, addresses)
+            self._mover.apply(model, plan, pulls, addresses, capability)
 
         with telemetry.span("register_regions", parent=telemetry.here()):
             await self._call(begin)
@@ -139,11 +143,18 @@ class DataPlane:
         await self._await(self._mover.drop(model))
 
     async def fetch(
-        self, address: str, region: str, offset: int, into: memoryview, *, within: float
+        self,
+        address: str,
+        region: str,
+        offset: int,
+        into: memoryview,
+        *,
+        permit: Permit | None = None,
+        within: float,
     ) -> None:
         """Reads a part of a peer's region, behind everything that plans ask for. TransportTimeout
         after `within` seconds; TransportError."""
-        await self._await(fetch(self._transport, address, region, offset, into, within))
+        await self._await(fetch(self._transport, address, region, offset, into, permit, within))
 
     async def connect(self, address: str) -> None:
         await self._await(self._transport.connect(address))
@@ -221,11 +232,17 @@ class DataPlane:
 
 
 async def fetch(
-    transport: Transport, address: str, region: str, offset: int, into: memoryview, within: float
+    transport: Transport,
+    address: str,
+    region: str,
+    offset: int,
+    into: memoryview,
+    permit: Permit | None,
+    within: float,
 ) -> None:
     try:
         async with asyncio.timeout(within):
-            await transport.read(address, region, offset, into, priority=LAST)
+            await transport.read(address, region, offset, into, priority=LAST, permit=permit)
     except TimeoutError:
         raise TransportTimeout(f"{address}: no bytes of {region} for {within} s") from None
 

@@ -26,7 +26,7 @@ from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.moving.events import Arrival, PullFailure
 from services.node.moving.run_digests import RunDigests
-from services.node.transport.base import Transport
+from services.node.transport.base import Permit, Transport
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.errors import (
@@ -79,6 +79,8 @@ class _Model:
     pulls: Pulls
     reads: dict[Pulling, _Reads] = field(default_factory=dict)
     """The reads of pulls that have not ended."""
+    permit: Permit | None = None
+    """Lets this node read the blocks that it pulls."""
     dropping: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -148,15 +150,19 @@ class Mover:
         plan: PlanId,
         pulls: Sequence[Pull],
         addresses: Mapping[NodeId, str],
+        capability: bytes = b"",
     ) -> None:
         """Pulls these blocks, in step order from each source, instead of what was applied before.
 
         A block in flight from the same source goes on. `plan` says in whose name this is done; the
-        caller knows whether it may still be applied. NotFound: the model is not hosted. BadInput:
+        caller knows whether it may still be applied. `capability`: for peers that ask for one
+        (`shared/capabilities.py`). NotFound: the model is not hosted. BadInput:
         nothing was changed.
         """
         model = self._hosted(model_id)
-        self._do(model, model.pulls.apply(plan, pulls, addresses))
+        commands = model.pulls.apply(plan, pulls, addresses)
+        model.permit = permit_for(model_id, capability)
+        self._do(model, commands)
 
     async def drop(self, model_id: ModelId) -> None:
         """Ends the model's pulls and its regions; once it returns nothing touches its space."""
@@ -288,6 +294,7 @@ class Mover:
                     into,
                     priority=pulling.step,
                     received=digests,
+                    permit=model.permit,
                 )
             except asyncio.CancelledError:
                 # The last may have come just now.
@@ -338,6 +345,11 @@ def block_of(region: str) -> tuple[ModelId, int]:
     if not block.isdecimal():
         raise BadInput(f"region {region!r} is no block of a model")
     return ModelId(model), int(block)
+
+
+def permit_for(model_id: ModelId, capability: bytes) -> Permit | None:
+    """`capability`: empty: the order had none."""
+    return Permit(model_id, capability) if capability else None
 
 
 def _user(model_id: ModelId) -> str:

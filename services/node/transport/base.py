@@ -108,6 +108,33 @@ class NoListener:
 
 
 @dataclass(frozen=True, slots=True)
+class Permit:
+    """What a reader shows its peer before it reads. The transport does not know what it says."""
+
+    subject: str
+    """What it is about. Of several about the same, the peer goes by the last."""
+    data: bytes
+
+
+class Visitor(Protocol):
+    """One peer that reads."""
+
+    def show(self, data: bytes) -> None:
+        """It shows a permit. One that is not good is remembered, and refuses its reads."""
+
+    def check(self, region: str) -> None:
+        """ReadRefused: it has shown nothing that lets it read the region now."""
+
+
+class Gate(Protocol):
+    """Decides what peers may read."""
+
+    def visitor(self, certified: str | None) -> Visitor:
+        """A peer that has connected. `certified`: who it is by its certificate; None: it has shown
+        none."""
+
+
+@dataclass(frozen=True, slots=True)
 class ReadResult:
     nbytes: int
     first_byte_ns: int
@@ -157,6 +184,7 @@ class Transport(Protocol):
         *,
         priority: int,
         received: OnReceived | None = None,
+        permit: Permit | None = None,
     ) -> ReadResult:
         """Fills `into` with the peer's bytes [offset, offset + len(into)) of the region, and waits
         until the peer holds them.
@@ -166,7 +194,8 @@ class Transport(Protocol):
         same flow, on the peer's outgoing port and on our incoming port.
 
         Once the read has ended, in whatever way (cancellation included), nothing writes to `into`
-        any more. Errors: PeerLost, RegionUnknown, ProtocolViolation, TransportTimeout (the peer
+        any more. `permit` is shown to a peer that asks for one, once on each connection.
+        Errors: PeerLost, ReadRefused, RegionUnknown, ProtocolViolation, TransportTimeout (the peer
         holds the bytes but stopped sending them).
         """
 

@@ -42,7 +42,10 @@ class Handshake:
         silence_s: float,
         handshake_s: float,
         max_payload: int,
+        asks: bool,
     ) -> None:
+        """`asks`: whether readers have to show permits."""
+        self._asks = asks
         self._host, self._port = host, port
         self._tls = tls
         self._secret = secret
@@ -148,7 +151,7 @@ class Handshake:
 
     async def answer(self, connection: Connection, peer: Hello, ways: dict[str, bytes]) -> None:
         """`ways`: the direct way that was chosen, if there is one."""
-        own = Hello(peer.purpose, self.instance, self.address, ways)
+        own = Hello(peer.purpose, self.instance, self.address, ways, asks=self._asks)
         if self._secret is not None:
             said = connection.challenge, peer.nonce, unproved(own)
             own = msgspec.structs.replace(own, proof=self._secret.proof(LISTENER, *said))

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Self
 
-from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Listener, OnReceived, Permit, ReadResult
 from services.node.transport.loans import Loans
 from services.node.transport.pacing import Port
 from services.node.transport.regions import Region, Regions
@@ -107,7 +107,9 @@ class MemoryTransport:
         *,
         priority: int,
         received: OnReceived | None = None,
+        permit: Permit | None = None,
     ) -> ReadResult:
+        """Nobody here asks for permits."""
         flat = into.cast("B")
         if not len(flat) or offset < 0:
             raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-from services.node.transport.base import OnReceived, ReadResult
+from services.node.transport.base import OnReceived, Permit, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import DirectReader, DirectSource, Place
 from services.node.transport.pacing import Port, Turn
@@ -19,6 +19,7 @@ from services.node.transport.wire import (
     Kind,
     Prefix,
     ReadRequest,
+    encode_permit,
     encode_prefix,
     encode_read,
     parse_fault,
@@ -28,6 +29,7 @@ from shared.clock import wall_ns
 from shared.errors import (
     PeerLost,
     ProtocolViolation,
+    ReadRefused,
     RegionUnknown,
     TransportError,
 )
@@ -91,8 +93,14 @@ class ReadChannel:
         ingress: Port,
         spawn: Spawn,
         way: Way[DirectReader] | None = None,
+        *,
+        asks: bool,
     ) -> None:
+        """`asks`: whether the peer asks for permits."""
         self.connection = connection
+        self._asks = asks
+        self._shown: dict[str, bytes] = {}
+        """The last permit that was shown, by subject."""
         self._ingress = ingress
         self._spawn = spawn
         self._way = way
@@ -108,6 +116,7 @@ class ReadChannel:
         *,
         priority: int,
         received: OnReceived | None,
+        permit: Permit | None,
     ) -> ReadResult:
         self.connection.check()
         identity = next(self._ids) % _IDS
@@ -117,6 +126,9 @@ class ReadChannel:
         request = ReadRequest(priority, offset, len(into), region, direct)
         pending = Pending(request, self._ingress.arrive(priority), into, received, ended)
         self._expect(identity, pending)
+        if permit is not None and self._asks and self._shown.get(permit.subject) != permit.data:
+            self._shown[permit.subject] = permit.data
+            self.connection.post(encode_permit(permit.data))
         self.connection.post(encode_read(identity, request))
         try:
             outcome = await ended
@@ -146,6 +158,8 @@ class ReadChannel:
                 body = await self.connection.receive_exactly(prefix.body)
                 fault = _fault(*parse_fault(body))
                 self._forget(prefix.id)
+                if isinstance(fault, ReadRefused):
+                    self._shown.clear()  # whatever was wrong, the next read shows its permit anew
                 end(pending, fault)
             elif prefix.kind is Kind.GRANT:
                 body = await self.connection.receive_exactly(prefix.body)
@@ -258,6 +272,7 @@ def _end_after(pending: Pending, outcome: TransportError, _: asyncio.Task[None])
 
 
 def _fault(code: str, message: str) -> TransportError:
-    if code == RegionUnknown.code:
-        return RegionUnknown(message)
+    for known in (RegionUnknown, ReadRefused):
+        if code == known.code:
+            return known(message)
     return TransportError(f"the peer refused the read: {message} ({code})")

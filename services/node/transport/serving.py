@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from services.node.transport.base import Buffer
+from services.node.transport.base import Buffer, Visitor
 from services.node.transport.connection import Connection
 from services.node.transport.direct import DirectSource, Place
 from services.node.transport.loans import Loans
@@ -22,7 +22,7 @@ from services.node.transport.wire import (
     encode_prefix,
     parse_read,
 )
-from shared.errors import ProtocolViolation, RegionUnknown, TransportTimeout
+from shared.errors import ProtocolViolation, ReadRefused, RegionUnknown, TransportTimeout
 
 OnSent = Callable[[float, float, int], None]
 """(began, ended, bytes) of a read that was served; seconds on the loop's clock."""
@@ -70,8 +70,11 @@ class ReadServer:
         spawn: Spawn,
         way: Way[DirectSource] | None = None,
         *,
+        visitor: Visitor | None,
         on_sent: OnSent,
     ) -> None:
+        """`visitor`: says what the peer may read; None: everything."""
+        self._visitor = visitor
         self._connection = connection
         self._regions = regions
         self._loans = loans
@@ -90,6 +93,8 @@ class ReadServer:
                 body = await self._connection.receive_exactly(prefix.body)
                 if prefix.kind is Kind.READ:
                     self._begin(prefix.id, parse_read(body))
+                elif prefix.kind is Kind.PERMIT and self._visitor is not None:
+                    self._visitor.show(bytes(body))
                 elif prefix.kind is Kind.TAKEN:
                     self._taken(prefix.id)
                 elif prefix.kind is Kind.CANCEL:
@@ -108,6 +113,12 @@ class ReadServer:
             raise ProtocolViolation(f"read {identity} was asked for twice")
         if len(self._serving) + self._connection.posted >= MAX_READS:  # refusals are posted frames
             raise ProtocolViolation(f"more than {MAX_READS} reads on one connection")
+        try:
+            if self._visitor is not None:
+                self._visitor.check(request.region)
+        except ReadRefused as error:
+            self._refuse(identity, error)
+            return
         if not self._regions.has(request.region):
             serving = self._serving[identity] = Serving(request, self._egress, None)
             serving.task = self._spawn(partial(self._serve_loan, identity, serving))
@@ -128,7 +139,7 @@ class ReadServer:
                 return self._way.port, self._way.end
         return self._egress, None
 
-    def _refuse(self, identity: int, error: RegionUnknown) -> None:
+    def _refuse(self, identity: int, error: RegionUnknown | ReadRefused) -> None:
         self._connection.post(encode_fault(identity, error.code, str(error)))
 
     def _taken(self, identity: int) -> None:

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from services.node.transport import native
-from services.node.transport.base import Buffer, Listener, OnReceived, ReadResult
+from services.node.transport.base import Buffer, Gate, Listener, OnReceived, Permit, ReadResult
 from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct, DirectReader, DirectSource, Offer
 from services.node.transport.handshake import HANDSHAKE_S, Handshake
@@ -31,7 +31,7 @@ from services.node.transport.regions import Regions
 from services.node.transport.secret import Secret
 from services.node.transport.serving import ReadServer
 from services.node.transport.sockets import readable
-from services.node.transport.tls import Tls
+from services.node.transport.tls import Tls, certified
 from services.node.transport.wire import (
     MAX_BODY,
     Hello,
@@ -73,13 +73,15 @@ class TcpTransport:
         ways: Sequence[Direct] = (),
         tls: Tls | None = None,
         secret: Secret | None = None,
+        gate: Gate | None = None,
         silence_s: float = SILENCE_S,
         handshake_s: float = HANDSHAKE_S,
         max_payload: int = 64 << 20,
     ) -> None:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
-        best first."""
+        best first. `gate`: what peers may read; None: everything."""
         self._hears = listener
+        self._gate = gate
         self._tls = tls
         self._ways = {way.name: way for way in ways}
         self._ports = {way.name: _Ports(way.bytes_per_s, DIRECT_WIDTH, MAX_GRANT) for way in ways}
@@ -100,6 +102,7 @@ class TcpTransport:
             silence_s=silence_s,
             handshake_s=handshake_s,
             max_payload=max_payload,
+            asks=gate is not None,
         )
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
@@ -174,12 +177,15 @@ class TcpTransport:
         *,
         priority: int,
         received: OnReceived | None = None,
+        permit: Permit | None = None,
     ) -> ReadResult:
         flat = into.cast("B")
         if not len(flat) or offset < 0:
             raise BadInput(f"read of {len(flat)} bytes at {offset} of region {region}")
         channel = await self._readers.get(address)
-        return await channel.read(region, offset, flat, priority=priority, received=received)
+        return await channel.read(
+            region, offset, flat, priority=priority, received=received, permit=permit
+        )
 
     async def send(self, address: str, header: Buffer, payload: Sequence[Buffer] = ()) -> None:
         body, rest = _nbytes([header]), _nbytes(payload)
@@ -214,7 +220,7 @@ class TcpTransport:
             )
             try:
                 way = await self._complete(connection, offers, peer)
-                channel = self._channel(connection, way)
+                channel = self._channel(connection, way, peer.asks)
             except BaseException:
                 connection.close(PeerLost(f"{address}: not connected"))
                 raise
@@ -232,16 +238,19 @@ class TcpTransport:
         self._spawn(self._guard(connection, channel.run))
         return channel
 
-    def _channel(self, connection: Connection, way: Way[DirectReader] | None) -> ReadChannel:
+    def _channel(
+        self, connection: Connection, way: Way[DirectReader] | None, asks: bool
+    ) -> ReadChannel:
         spawn = self._spawner(connection)
         if self._hub is None or way is not None:
-            return ReadChannel(connection, self._link.into, spawn, way)
+            return ReadChannel(connection, self._link.into, spawn, way, asks=asks)
         return NativeChannel(
             connection,
             self._link.into,
             spawn,
             self._hub,
             self._regions,
+            asks=asks,
             max_payload=self._max_payload,
         )
 
@@ -316,14 +325,17 @@ class TcpTransport:
     ) -> None:
         parts = (connection, self._regions, self._loans, self._link.out, spawn)
         on_sent = self._hears.on_sent
+        visitor = None
+        if self._gate is not None:
+            visitor = self._gate.visitor(certified(connection.sock))
         if self._hub is None:
-            await ReadServer(*parts, way, on_sent=on_sent).run()
+            await ReadServer(*parts, way, visitor=visitor, on_sent=on_sent).run()
         elif way is None:
-            await NativeServer(*parts, self._hub, on_sent=on_sent).run()
+            await NativeServer(*parts, self._hub, visitor=visitor, on_sent=on_sent).run()
         else:
             self._hub.serve_directly(+1)
             try:
-                await ReadServer(*parts, way, on_sent=on_sent).run()
+                await ReadServer(*parts, way, visitor=visitor, on_sent=on_sent).run()
             finally:
                 self._hub.serve_directly(-1)
 

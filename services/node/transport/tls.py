@@ -1,11 +1,14 @@
 """TLS 1.3 between nodes: each shows a certificate of the cluster's own authority, and asks for one.
 
-Whoever has such a certificate is a node. Host names are not checked, since nodes are known by
-address. Where OpenSSL and the kernel support kernel TLS, the kernel encrypts.
+Whoever has such a certificate is a node, the one that its common name says (`node ID`). Host names
+are not checked, since nodes are known by address. Where OpenSSL and the kernel support kernel TLS,
+the kernel encrypts.
 """
 
+import socket
 import ssl
 from dataclasses import dataclass
+from typing import Any
 
 from shared.errors import ConfigError
 
@@ -13,10 +16,25 @@ _ENABLE_KTLS = 1 << 3
 """SSL_OP_ENABLE_KTLS, which the ssl module names only from Python 3.12 on."""
 
 
+OF_NODE = "node "
+"""What a certificate's common name begins with, before the node's id."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tls:
     dialling: ssl.SSLContext
     listening: ssl.SSLContext
+
+
+def certified(sock: socket.socket) -> str | None:
+    """Which node the peer is by its certificate; None: the connection has no TLS. Empty: its
+    certificate says no node."""
+    if not isinstance(sock, ssl.SSLSocket):
+        return None
+    subject: Any = (sock.getpeercert() or {}).get("subject", ())
+    names = [value for part in subject for key, value in part if key == "commonName"]
+    name = str(names[0]) if len(names) == 1 else ""
+    return name.removeprefix(OF_NODE) if name.startswith(OF_NODE) else ""
 
 
 def load(certificate: str, key: str, authority: str) -> Tls | None:

@@ -5,14 +5,17 @@ kind and a payload. A connection starts with HELLO from both ends. Where the clu
 the listener sends a CHALLENGE before, and each HELLO has a proof (see secret.py). Then the
 connection carries, by its purpose:
 
-    READS      dialler -> listener: READ, TAKEN, CANCEL;  listener -> dialler: DATA, GRANT, FAULT
+    READS      dialler -> listener: PERMIT, READ, TAKEN, CANCEL
+               listener -> dialler: DATA, GRANT, FAULT
     MESSAGES   dialler -> listener: MESSAGE
 
-and HEARTBEAT both ways. A read's bytes come in order, interleaved with those of other reads: as
-DATA, or, if the read is direct and the handshake found a way (see direct.py), by GRANTs of places
-to take them from. A read has one GRANT at a time, until its TAKEN. CANCEL of a read that is still
-served is answered by FAULT with code `cancelled`, after the DATA or TAKEN of what was begun.
-Lengths are checked before anything is allocated; whatever does not fit is a ProtocolViolation.
+and HEARTBEAT both ways. A listener that says so in its HELLO answers a READ only after a PERMIT
+that allows it, and refuses others with a FAULT. A read's bytes come in order, interleaved with
+those of other reads: as DATA, or, if the read is direct and the handshake found a way (see
+direct.py), by GRANTs of places to take them from. A read has one GRANT at a time, until its TAKEN.
+CANCEL of a read that is still served is answered by FAULT with code `cancelled`, after the DATA or
+TAKEN of what was begun. Lengths are checked before anything is allocated; whatever does not fit is
+a ProtocolViolation.
 """
 
 import enum
@@ -33,6 +36,7 @@ OLDEST = 2
 """The oldest version that is understood."""
 MAX_BODY = 1 << 20
 MAX_HELLO = 8 << 10
+MAX_PERMIT = 64 << 10
 MAX_MESSAGE = 1000
 """The most characters of a FAULT's message."""
 CANCELLED = "cancelled"
@@ -55,6 +59,7 @@ class Kind(enum.IntEnum):
     GRANT = 8
     TAKEN = 9
     CHALLENGE = 10
+    PERMIT = 11
 
 
 class Purpose(enum.IntEnum):
@@ -83,6 +88,8 @@ class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Drawn by the dialler, for the listener's proof."""
     proof: bytes = b""
     """That the sender knows the cluster's secret; over this HELLO without its proof, too."""
+    asks: bool = False
+    """The listener: whether a PERMIT has to come before reads that it allows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +106,9 @@ _hello_encoder = msgspec.msgpack.Encoder()
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 _WITH_BODY = frozenset(
-    {Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE, Kind.GRANT, Kind.CHALLENGE}
+    {Kind.HELLO, Kind.READ, Kind.FAULT, Kind.MESSAGE, Kind.GRANT, Kind.CHALLENGE, Kind.PERMIT}
 )
-_MOST_BODY = {Kind.HELLO: MAX_HELLO, Kind.CHALLENGE: NONCE_BYTES}
+_MOST_BODY = {Kind.HELLO: MAX_HELLO, Kind.CHALLENGE: NONCE_BYTES, Kind.PERMIT: MAX_PERMIT}
 _WITH_PAYLOAD = frozenset({Kind.DATA, Kind.MESSAGE})
 _WITH_ID = frozenset({Kind.READ, Kind.CANCEL, Kind.DATA, Kind.FAULT, Kind.GRANT, Kind.TAKEN})
 
@@ -159,6 +166,11 @@ def unproved(hello: Hello) -> bytes:
 def encode_challenge(nonce: bytes) -> bytes:
     """The whole frame."""
     return encode_prefix(Kind.CHALLENGE, body=len(nonce)) + nonce
+
+
+def encode_permit(data: bytes) -> bytes:
+    """The whole frame."""
+    return encode_prefix(Kind.PERMIT, body=len(data)) + data
 
 
 def encode_read(id: int, request: ReadRequest) -> bytes:

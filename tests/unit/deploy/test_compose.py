@@ -166,6 +166,11 @@ def test_each_service_has_its_own_credentials_and_no_others(name: str, made: Pat
     files = [config.bus.tls_authority]
     if name in NODES:
         files += [node.secret_file, node.tls_certificate, node.tls_key, node.tls_authority]
+        files += [node.signers_file]
+    if name == "planner":
+        files += [config.planner.signing_key_file]
+    if name == "registry":
+        files += [config.registry.signing_key_file]
     seen = [made / own / Path(file).relative_to(CREDENTIALS) for file in files]
     assert all(file.is_file() for file in seen)
     assert read_credentials(made / own).key

@@ -170,11 +170,16 @@ def test_it_finds_the_credentials_of_its_role(path: Path, made: Path) -> None:
     own = "nodes/gpu1-0" if role_in(path) == "node" else role_in(path)
     assert bus.credentials == f"{INSTALLED}/{own}"
     assert read_credentials(made / own).key
-    files = [bus.tls_authority, node.secret_file]
+    files = [bus.tls_authority, node.secret_file, node.signers_file]
     files += [node.tls_certificate, node.tls_key, node.tls_authority]
-    for file in filter(None, files):
+    signing = {"planner": config.planner.signing_key_file,
+               "registry": config.registry.signing_key_file}  # fmt: skip
+    for file in filter(None, (*files, *signing.values())):
         assert (made / Path(file).relative_to(INSTALLED)).is_file()
     assert all(files) is (role_in(path) == "node")
+    assert [role for role, file in signing.items() if file] == [
+        role for role in signing if role == role_in(path)
+    ]
 
 
 def test_nats_starts_with_what_init_has_made_and_stores_where_its_unit_lets_it(made: Path) -> None:

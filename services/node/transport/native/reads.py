@@ -6,7 +6,7 @@ import os
 from collections import deque
 
 from services.node.memory.views import address
-from services.node.transport.base import Chunks, ReadResult
+from services.node.transport.base import Chunks, ReadResult, Visitor
 from services.node.transport.connection import Connection
 from services.node.transport.loans import Loans
 from services.node.transport.native import CHUNKS, FRAME, LOST, READ, SERVED, Event
@@ -30,9 +30,10 @@ class NativeChannel(ReadChannel):
         hub: Hub,
         regions: Regions,
         *,
+        asks: bool,
         max_payload: int,
     ) -> None:
-        super().__init__(connection, ingress, spawn)
+        super().__init__(connection, ingress, spawn, asks=asks)
         self._hub = hub
         self._regions = regions
         self._max_payload = max_payload
@@ -137,9 +138,12 @@ class NativeServer(ReadServer):
         spawn: Spawn,
         hub: Hub,
         *,
+        visitor: Visitor | None,
         on_sent: OnSent,
     ) -> None:
-        super().__init__(connection, regions, loans, egress, spawn, on_sent=on_sent)
+        super().__init__(
+            connection, regions, loans, egress, spawn, visitor=visitor, on_sent=on_sent
+        )
         self._hub = hub
         self._ends: dict[int, asyncio.Future[Event]] = {}
         self._half = Half(hub, connection, self._on_event, receives=False, max_payload=0)

@@ -11,7 +11,7 @@ from services.node.core.residency import PlanId
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.moving.events import Arrival, PullFailure
 from services.node.moving.mover import Mover
-from services.node.transport.base import NoListener, OnReceived, ReadResult
+from services.node.transport.base import NoListener, OnReceived, Permit, ReadResult
 from services.node.transport.memory import MemoryNetwork, MemoryTransport
 from services.node.transport.tcp import TcpTransport
 from shared.ids import EventId, ModelId, NodeId
@@ -180,11 +180,12 @@ class Lingering(MemoryTransport):
         *,
         priority: int,
         received: OnReceived | None = None,
+        permit: Permit | None = None,
     ) -> ReadResult:
         self.asked.put_nowait(address)
         try:
             return await super().read(
-                address, region, offset, into, priority=priority, received=received
+                address, region, offset, into, priority=priority, received=received, permit=permit
             )
         except asyncio.CancelledError:
             await self.let_go.wait()
