@@ -8,6 +8,7 @@ share.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 
 from shared import subjects
 from shared.ids import GatewayId, NodeId
@@ -114,6 +115,21 @@ TOPICS = (
     Topic(subjects.gateway_tokens(_GATEWAY_ID), says=NODE, hears=GATEWAY),
     Topic(subjects.gateway_story(_GATEWAY_ID), says=GATEWAY | OPERATOR, hears=GATEWAY),
 )
+_BY_PATTERN = tuple((topic.subject.split("."), topic) for topic in TOPICS)
+
+
+@lru_cache(maxsize=4096)
+def topic_of(subject: str) -> Topic | None:
+    """The row of TOPICS for a subject; None: it is nobody's."""
+    tokens = subject.split(".")
+    for pattern, topic in _BY_PATTERN:
+        if len(pattern) == len(tokens) and all(
+            part in (_ANY, token) for part, token in zip(pattern, tokens, strict=True)
+        ):
+            return topic
+    return None
+
+
 ALL_KEYS = ">"
 BUCKETS = (
     Bucket(subjects.KV_LEASES, writes={Role.NODE: _ANY}, lists=REGISTRY),

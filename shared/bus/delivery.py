@@ -21,6 +21,7 @@ from shared.errors import (
     StaleEpoch,
 )
 from shared.messages import ErrorReply, Message, Ok, Ping, decode, encode
+from shared.permissions import Role, topic_of
 
 MAX_PAYLOAD = 8 << 20
 """The most bytes of a message or a KV value. The state of a pool of some thousand nodes fits.
@@ -103,7 +104,7 @@ class Delivery:
 
     async def handle(self, subject: str, handlers: tuple[On[Any], ...], data: bytes) -> None:
         try:
-            message = self._admit(self._decode(subject, data))
+            message = self._admit(subject, self._decode(subject, data))
         except (BadMessage, StaleEpoch) as error:
             self.log.warning("message dropped", subject=subject, error=str(error))
             return
@@ -121,7 +122,7 @@ class Delivery:
 
     async def answer(self, subject: str, kind: type[M], server: Server[M], data: bytes) -> bytes:
         try:
-            message = self._admit(self._decode(subject, data))
+            message = self._admit(subject, self._decode(subject, data))
             reply: Message = Ok()
             if not isinstance(message, Ping):
                 if not isinstance(message, kind):
@@ -138,7 +139,7 @@ class Delivery:
 
     def expect(self, subject: str, data: bytes, kind: type[M]) -> M:
         """The reply in `data`, or raises the error that it carries."""
-        reply = self._admit(self._decode(subject, data))
+        reply = self._admit(subject, self._decode(subject, data), answer=True)
         if isinstance(reply, ErrorReply):
             raise reply.error()
         if not isinstance(reply, kind):
@@ -157,19 +158,32 @@ class Delivery:
         self.log.error("server failed", subject=subject, exc_info=error)
         return ServiceFailed(f"{self.name} failed: {error!r}")
 
-    def _admit(self, message: Message) -> Message:
-        """The message without its term, which handlers need not know. StaleEpoch if its sender
-        speaks for a role that a later process has."""
+    def _admit(self, subject: str, message: Message, *, answer: bool = False) -> Message:
+        """The message without its term, which handlers need not know. `answer`: it answers a
+        request on the subject. StaleEpoch if its sender speaks for a role that a later process has,
+        BadMessage if that role does not speak there.
+
+        Only where no other role may speak does a later term count. Elsewhere any of them could say
+        that another's term is over.
+        """
         term = message.term
         if term is None:
             return message
+        topic = topic_of(subject)
+        speakers = frozenset[Role]() if topic is None else topic.hears if answer else topic.says
+        if term.role not in speakers:
+            self.rejected += 1
+            raise BadMessage(
+                f"{subject}: a message in a term of the {term.role} does not belong here"
+            )
         latest = self._terms.get(term.role, 0)
         if term.number < latest:
             self.stale += 1
             raise StaleEpoch(
                 f"a {term.role} of term {term.number} spoke, and term {latest} has begun"
             )
-        self._terms[term.role] = term.number
+        if len(speakers) == 1:
+            self._terms[term.role] = term.number
         return msgspec.structs.replace(message, term=None)
 
     def _decode(self, subject: str, data: bytes) -> Message:

@@ -223,7 +223,7 @@ async def test_who_alone_is_cut_off_from_the_store_gives_up_in_the_end(world: Wo
 
 
 async def test_a_paused_process_writes_says_and_answers_nothing_when_it_wakes(world: World) -> None:
-    heard = await world.listener("news")
+    heard = await world.listener(subjects.EVENTS)
     first = await world.active("a")
     old = first.active_bus
     written = await old.kv(BUCKET)
@@ -232,7 +232,7 @@ async def test_a_paused_process_writes_says_and_answers_nothing_when_it_wakes(wo
     async def answer_old(message: Message) -> Message:
         return cancel(1)
 
-    await old.serve("service", Cancel, answer_old)
+    await old.serve(subjects.PLANNER_STATE, Cancel, answer_old)
     second, task = await world.standby("b")
     first.pause()
     await task
@@ -243,21 +243,23 @@ async def test_a_paused_process_writes_says_and_answers_nothing_when_it_wakes(wo
         await asyncio.sleep(0.1)  # the other one would be faster
         return cancel(2)
 
-    await new.serve("service", Cancel, answer_new)
+    await new.serve(subjects.PLANNER_STATE, Cancel, answer_new)
     first.wake()
     asked = asyncio.create_task(
-        (await world.candidate("client")).bus.request("service", cancel(0), Cancel, timeout=1)
+        (await world.candidate("client")).bus.request(
+            subjects.PLANNER_STATE, cancel(0), Cancel, timeout=1
+        )
     )
     with pytest.raises(Superseded):
-        await old.publish("news", cancel(1))
+        await old.publish(subjects.EVENTS, cancel(1))
     with pytest.raises(Superseded):
-        await old.request("service", cancel(1), Cancel, timeout=1)
+        await old.request(subjects.PLANNER_STATE, cancel(1), Cancel, timeout=1)
     with pytest.raises(Superseded):
         await written.put("k", b"old again")
     with pytest.raises(Superseded):
         await written.delete("k")
     assert await asked == cancel(2)
-    await new.publish("news", cancel(2))
+    await new.publish(subjects.EVENTS, cancel(2))
     await asyncio.sleep(0)
     assert heard == [cancel(2)]
     entry = await written.get("k")
@@ -313,25 +315,25 @@ async def test_whoever_heard_the_later_term_refuses_the_earlier(world: World) ->
     first.pause()
     second = await world.active("b")
     late = second.active_bus
-    heard = await world.listener("news")
+    heard = await world.listener(subjects.EVENTS)
     server = (await world.candidate("server")).bus
 
     async def take(message: Message) -> Message:
         return Ok()
 
-    await server.serve("orders", Cancel, take)
+    await server.serve(subjects.REGISTRY_RESERVE, Cancel, take)
 
     def forget_the_pause() -> None:
         """As if it had been paused after it made sure of its role."""
 
     vars(first.election)["_doubt_after_pause"] = forget_the_pause
-    await early.publish("news", cancel(0))
-    await early.request("orders", cancel(0), Ok, timeout=1)
-    await late.publish("news", cancel(1))
-    await late.request("orders", cancel(1), Ok, timeout=1)
-    await early.publish("news", cancel(2))
+    await early.publish(subjects.EVENTS, cancel(0))
+    await early.request(subjects.REGISTRY_RESERVE, cancel(0), Ok, timeout=1)
+    await late.publish(subjects.EVENTS, cancel(1))
+    await late.request(subjects.REGISTRY_RESERVE, cancel(1), Ok, timeout=1)
+    await early.publish(subjects.EVENTS, cancel(2))
     with pytest.raises(StaleEpoch, match="a planner of term"):
-        await early.request("orders", cancel(2), Ok, timeout=1)
+        await early.request(subjects.REGISTRY_RESERVE, cancel(2), Ok, timeout=1)
     await asyncio.sleep(0)
     assert heard == [cancel(0), cancel(1)]
     assert server.stale == 1
@@ -349,13 +351,13 @@ async def test_an_answer_of_an_earlier_term_is_refused(world: World) -> None:
         """As if it had been paused after it made sure of its role."""
 
     vars(first.election)["_doubt_after_pause"] = forget_the_pause
-    await first.active_bus.serve("early", Cancel, answer)
-    await second.active_bus.serve("late", Cancel, answer)
+    await first.active_bus.serve(subjects.PLANNER_STATE, Cancel, answer)
+    await second.active_bus.serve(subjects.PLANNER_SCALE, Cancel, answer)
     client = (await world.candidate("client")).bus
-    assert await client.request("early", cancel(0), Cancel, timeout=1) == cancel(1)
-    assert await client.request("late", cancel(0), Cancel, timeout=1) == cancel(1)
+    assert await client.request(subjects.PLANNER_STATE, cancel(0), Cancel, timeout=1) == cancel(1)
+    assert await client.request(subjects.PLANNER_SCALE, cancel(0), Cancel, timeout=1) == cancel(1)
     with pytest.raises(StaleEpoch):
-        await client.request("early", cancel(0), Cancel, timeout=1)
+        await client.request(subjects.PLANNER_STATE, cancel(0), Cancel, timeout=1)
 
 
 async def test_a_lease_that_makes_no_sense_is_replaced(world: World) -> None:
