@@ -65,8 +65,8 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
     port: Port = 8000
     api_keys: tuple[str, ...] = ()
-    """SHA-256 (hex) of each accepted key, from `lambdascale key`. Empty: the API asks for no
-    key."""
+    """SHA-256 (hex) of keys, from `lambdascale key static`, that count beside those of
+    `lambdascale key add`. With any, the API asks for a key even before there are others."""
     tls_certificate: str = ""
     """PEM file with the certificate (and those between it and its authority) that clients see. With
     `tls_key`, the API is HTTPS. Empty: HTTP."""

@@ -20,6 +20,9 @@ GatewayId = NewType("GatewayId", str)
 InstanceId = NewType("InstanceId", str)
 EventId = NewType("EventId", str)
 RequestId = NewType("RequestId", str)
+TenantId = NewType("TenantId", str)
+KeyId = NewType("KeyId", str)
+"""The part of an API key that is no secret."""
 
 id_source: Callable[[], str] = partial(secrets.token_hex, 5)
 """Makes ten hex digits, never the same twice. Replaced where runs are reproducible."""

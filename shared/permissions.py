@@ -82,6 +82,8 @@ TOPICS = (
     Topic(subjects.REGISTRY_COPIES, says=OPERATOR, hears=REGISTRY),
     Topic(subjects.REGISTRY_DUTY, says=OPERATOR, hears=REGISTRY),
     Topic(subjects.REGISTRY_LEAVE, says=NODE, hears=REGISTRY),
+    Topic(subjects.REGISTRY_ACCESS, says=GATEWAY | OPERATOR, hears=REGISTRY),
+    Topic(subjects.REGISTRY_ACCESS_CHANGE, says=OPERATOR, hears=REGISTRY),
     # --- the pool's broadcasts ---
     Topic(subjects.POOL_STATUS, says=NODE, hears=REGISTRY | PLANNER | OPERATOR),
     Topic(subjects.POOL_REPORT, says=REGISTRY | OPERATOR, hears=NODE),
@@ -137,6 +139,7 @@ BUCKETS = (
     Bucket(subjects.KV_RESERVATIONS, writes={Role.REGISTRY: ALL_KEYS}, lists=REGISTRY),
     Bucket(subjects.KV_NODES, writes={Role.REGISTRY: ALL_KEYS}, lists=REGISTRY),
     Bucket(subjects.KV_DUTIES, writes={Role.REGISTRY: ALL_KEYS}, lists=REGISTRY),
+    Bucket(subjects.KV_ACCESS, writes={Role.REGISTRY: ALL_KEYS}, lists=REGISTRY),
     Bucket(subjects.KV_EVENTS, writes={Role.PLANNER: ALL_KEYS}, lists=PLANNER),
     Bucket(subjects.KV_SCALE, writes={Role.PLANNER: ALL_KEYS}, lists=PLANNER),
     Bucket(subjects.KV_RHYTHMS, writes={Role.PLANNER: ALL_KEYS}, lists=PLANNER),

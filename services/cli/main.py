@@ -53,6 +53,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         pool,
         simulate,
         status,
+        tenants,
         up,
     )
 
@@ -67,6 +68,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         simulate,
         bench,
         init,
+        tenants,
         keys,
         self_test,
     ):

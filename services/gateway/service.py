@@ -20,6 +20,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http.app import Api
 from services.gateway.keyed_answers import KeyedAnswers
+from services.gateway.keyring import Keyring
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
@@ -31,6 +32,7 @@ from shared.config import GatewayConfig
 from shared.confined.pool import ConfinedPool
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
+from shared.messages.access import AccessPage, AccessQuery
 from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
@@ -55,6 +57,8 @@ TICK_S = 0.05
 """Seconds between looks at what has to happen with time."""
 LEARN_S = 0.2
 """Seconds between questions to registry and planner, until each has answered once."""
+ACCESS_S = 0.4
+"""Seconds between questions to the registry which tenants and keys have changed."""
 REFRESH_S = 5.0
 """Seconds between questions to the registry after that. A broadcast may have been missed."""
 ASK_TIMEOUT_S = 2.0
@@ -106,6 +110,7 @@ class GatewayService(Service):
         self.url = ""
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
+        self._keyring = Keyring(config.api_keys)
         self._confined = ConfinedPool()
         """Where foreign code runs: templates of models, grammars of clients."""
         self._api: Api | None = None
@@ -119,7 +124,6 @@ class GatewayService(Service):
         """When the bus was last seen connected."""
 
     async def open(self) -> None:
-        self._check_keys()
         self._zero_ns = wall_ns() - round(now() * 1e9)
         self._catalog = Catalog(await self._bus.objects())
         bus = self._bus
@@ -171,6 +175,7 @@ class GatewayService(Service):
         config = self._config
         self.resources.push_async_callback(self._confined.close)
         await self._keyed.open()
+        self.spawn(go_on(self._learn_access, self.contain, self.log, "access"), name="access")
         connections = Connections(
             config.max_connections,
             config.max_connections_per_client,
@@ -181,6 +186,7 @@ class GatewayService(Service):
         self._api = api = Api(
             config,
             connections,
+            self._keyring,
             self._catalog,
             PromptReader(self._confined),
             GrammarChecker(self._confined),
@@ -220,13 +226,6 @@ class GatewayService(Service):
         self.url = f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
         self.log.info("serving", url=self.url)
 
-    def _check_keys(self) -> None:
-        for key in self._config.api_keys:
-            if len(key) != 64 or set(key.lower()) - set("0123456789abcdef"):
-                raise ConfigError(
-                    "gateway.api_keys must be SHA-256 digests (64 hex digits), not keys themselves"
-                )
-
     async def drain(self) -> None:
         """Refuses new requests, and waits until those that run have ended."""
         if self._api is not None:
@@ -255,7 +254,23 @@ class GatewayService(Service):
             self.log.debug("registry does not answer", error=str(error))
         else:
             self._reconcile(models.records)
+            if not models.keeps_access:
+                self._keyring.known = True
         return REFRESH_S if self._catalog.known else LEARN_S
+
+    async def _learn_access(self) -> float:
+        query = AccessQuery(since=self._keyring.revision)
+        try:
+            page = await self._bus.request(
+                subjects.REGISTRY_ACCESS, query, AccessPage, timeout=ASK_TIMEOUT_S
+            )
+        except LambdaScaleError as error:
+            self.log.debug("registry does not say who may call", error=str(error))
+        else:
+            self._keyring.take(page)
+            if page.more or page.revision < query.since:
+                return 0.0
+        return ACCESS_S if self._keyring.known else LEARN_S
 
     def _reconcile(self, records: tuple[ModelRecord, ...]) -> None:
         there = {record.model_id for record in records}

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import ClassVar
 
+from services.registry.core.access import Access
 from services.registry.core.catalog import WISHES
 from services.registry.core.copies_view import copies_view
 from services.registry.core.kept import CopyOrdered, Keeping, ModelSkipped
@@ -30,6 +31,7 @@ from shared.config import RegistryConfig
 from shared.containment import is_containable
 from shared.errors import BusError, LambdaScaleError, MessageTooLarge, Superseded
 from shared.messages import Message, Ok, Ping
+from shared.messages.access import AccessPage, AccessQuery, ChangeAccess
 from shared.messages.copies import CopiesQuery, DropCopy, KeepCopy, Leave, MayLeave, PoolCopies
 from shared.messages.pool import (
     ModelAdd,
@@ -92,12 +94,14 @@ class RegistryService(Service):
             durable=_keeping(config, config.durable_copies, config.restore_after_s),
             host=_keeping(config, config.host_copies, 0.0),
         )
+        self.access = Access()
         self._given_bus = bus
         self._config = config
         self._outbox: asyncio.Queue[tuple[str, Message]] = asyncio.Queue()
         self._leases = LeaseWatch(self, self.pool, self._follow)
         self._reconciled = asyncio.Event()
         self._catalog_lock = asyncio.Lock()
+        self._access_lock = asyncio.Lock()
 
     async def open(self) -> None:
         self._signer = load_signer(self.role, self._config.signing_key_file)
@@ -116,6 +120,10 @@ class RegistryService(Service):
         self.own(await bus.serve(subjects.REGISTRY_MODEL_ADD, ModelAdd, self._add_model))
         self.own(await bus.serve(subjects.REGISTRY_MODEL_REMOVE, ModelRemove, self._remove_model))
         self.own(await bus.serve(subjects.REGISTRY_MODEL_SET, ModelSet, self._set_model))
+        self.own(await bus.serve(subjects.REGISTRY_ACCESS, AccessQuery, self._access))
+        self.own(
+            await bus.serve(subjects.REGISTRY_ACCESS_CHANGE, ChangeAccess, self._change_access)
+        )
         self.own(await bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models))
         self.own(await bus.serve(subjects.REGISTRY_SOURCES, SourcesQuery, self._sources))
         self.own(await bus.serve(subjects.REGISTRY_RESERVE, Reserve, self._reserve))
@@ -136,6 +144,7 @@ class RegistryService(Service):
         for record, reason in self.pool.catalog.restore(saved.models):
             self.log.warning("stored model ignored", model=record.name, reason=reason)
         self.pool.duties.restore(saved.duties)
+        self.access.restore(saved.access)
         for info in saved.nodes:
             with self.contain("restoring a node", node=info.node):
                 self.pool.restore([info], [], clock.now())
@@ -196,7 +205,19 @@ class RegistryService(Service):
         return Ok()
 
     async def _models(self, request: ModelsQuery) -> Models:
-        return Models(records=self.pool.catalog.records)
+        return Models(records=self.pool.catalog.records, keeps_access=True)
+
+    async def _access(self, request: AccessQuery) -> AccessPage:
+        return self.access.page(request.since)
+
+    async def _change_access(self, request: ChangeAccess) -> AccessPage:
+        async with self._access_lock:
+            record = self.access.changed(request.change, clock.wall_ns())
+            revision = await self._store.access(record)
+            self.access.put(record, revision)
+        change = str(request.change.__struct_config__.tag)
+        self.log.info("access changed", change=change, id=record.id, revision=revision)
+        return AccessPage(records=(record,), revision=revision)
 
     async def _sources(self, request: SourcesQuery) -> Sources:
         await self._reconciled.wait()

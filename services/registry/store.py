@@ -1,5 +1,5 @@
-"""The registry's durable state: models, reservations, the nodes that are not yet gone, and what
-operators have said of nodes.
+"""The registry's durable state: models, tenants and keys, reservations, the nodes that are not yet
+gone, and what operators have said of nodes.
 
 Memory is the truth while the process lives, and the store follows it. Writes are *behind*: one
 writer works through the slots that changed, several at a time, with the newest value only, and
@@ -15,14 +15,17 @@ from typing import TypeVar
 import msgspec
 import structlog
 
+from services.registry.core.access import slot_of
 from services.registry.core.duties import NodeDuty
 from services.registry.core.reservations import Reservation
 from shared.bus.base import Bus, KeyValue
+from shared.clock import wall_ns
 from shared.containment import is_containable
 from shared.errors import BusTimeout
-from shared.ids import ModelId, NodeId
+from shared.ids import KeyId, ModelId, NodeId
+from shared.messages.access import DEFAULT_TENANT, AccessRecord, KeyRecord
 from shared.messages.pool import ModelRecord, NodeInfo
-from shared.subjects import KV_DUTIES, KV_MODELS, KV_NODES, KV_RESERVATIONS
+from shared.subjects import KV_ACCESS, KV_DUTIES, KV_MODELS, KV_NODES, KV_RESERVATIONS
 
 MODEL_WAIT_S = 4.0
 """Seconds that publishing or removing a model waits until it is durable, before it is refused."""
@@ -43,6 +46,8 @@ class Saved(msgspec.Struct, frozen=True, kw_only=True):
     nodes: list[NodeInfo]
     duties: list[NodeDuty]
     reservations: list[Reservation]
+    access: list[tuple[AccessRecord, int]]
+    """With their revisions."""
 
 
 class Store:
@@ -59,13 +64,14 @@ class Store:
 
     async def load(self) -> Saved:
         """Opens the buckets and reads them. Entries that make no sense are logged and left."""
-        for bucket in (KV_MODELS, KV_NODES, KV_DUTIES, KV_RESERVATIONS):
+        for bucket in (KV_MODELS, KV_NODES, KV_DUTIES, KV_RESERVATIONS, KV_ACCESS):
             self._buckets[bucket] = await self._bus.kv(bucket)
         return Saved(
             models=await self._read(KV_MODELS, ModelRecord),
             nodes=await self._read(KV_NODES, NodeInfo),
             duties=await self._read(KV_DUTIES, NodeDuty),
             reservations=await self._read(KV_RESERVATIONS, Reservation),
+            access=await self._read_access(),
         )
 
     def node(self, node: NodeId, info: NodeInfo | None) -> None:
@@ -90,6 +96,11 @@ class Store:
                 f"model {model_id}: the durable store took no write for {MODEL_WAIT_S} s; "
                 "nothing was changed, try again when JetStream has a leader"
             )
+
+    async def access(self, record: AccessRecord) -> int:
+        """Returns the record's revision once it is durable. BusTimeout: it may be or not."""
+        bucket = self._buckets[KV_ACCESS]
+        return await bucket.put(slot_of(record), msgspec.msgpack.encode(record))
 
     async def settled(self, timeout: float) -> bool:
         """Waits until everything is durable. False if that takes longer than `timeout` seconds."""
@@ -145,6 +156,24 @@ class Store:
         except TimeoutError:
             return False
         return True
+
+    async def _read_access(self) -> list[tuple[AccessRecord, int]]:
+        """What cannot be read of a key counts as a key that was revoked: were it left out, an API
+        that has keys could seem to have none, and be open."""
+        found: list[tuple[AccessRecord, int]] = []
+        for entry in await self._buckets[KV_ACCESS].entries():
+            try:
+                record: AccessRecord = msgspec.msgpack.decode(entry.value, type=AccessRecord)
+            except msgspec.MsgspecError as error:
+                self._log.error("stored access cannot be read", key=entry.key, error=str(error))
+                kind, _, name = entry.key.partition(".")
+                if kind != "key":
+                    continue
+                record = KeyRecord(
+                    id=KeyId(name), tenant=DEFAULT_TENANT, digest=b"", revoked_ns=wall_ns()
+                )
+            found.append((record, entry.revision))
+        return found
 
     async def _read(self, bucket: str, kind: type[T]) -> list[T]:
         found = []

@@ -7,6 +7,7 @@ import msgspec
 
 from shared.errors import BadMessage
 from shared.messages import (
+    access,
     base,
     compiled,
     copies,
@@ -26,6 +27,7 @@ __all__ = ["ErrorReply", "Message", "Ok", "Ping", "decode", "encode"]
 KINDS: tuple[type[Message], ...] = tuple(
     value
     for module in (
+        access,
         base,
         compiled,
         copies,

@@ -300,6 +300,9 @@ class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):
 
 class Models(Message, frozen=True, kw_only=True, tag="models"):
     records: tuple[ModelRecord, ...]
+    keeps_access: bool = False
+    """Whether the registry keeps tenants and keys (`messages/access`). The release before did not:
+    then there are none."""
 
 
 class ModelAdded(Message, frozen=True, kw_only=True, tag="model_added"):

@@ -20,6 +20,7 @@ from services.planner.core.rhythm import History
 from services.registry.core.reservations import Reservation
 from shared.election.lease import LeaseRecord
 from shared.messages import KINDS
+from shared.messages.access import KeyRecord, TenantRecord
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventRecord
 
@@ -33,6 +34,7 @@ STORED: dict[str, Any] = {
     "rhythm": History,
     "model": ModelRecord,
     "node": NodeInfo,
+    "access": TenantRecord | KeyRecord,
     "reservation": Reservation,
     "answer": Record,
     "lease of a role": LeaseRecord,

@@ -18,6 +18,7 @@ from services.gateway.http.outer import OPEN, Outer, set_headers
 from services.gateway.http.pages import Pages
 from services.gateway.http.tokens import Tokens
 from services.gateway.keyed_answers import KeyedAnswers
+from services.gateway.keyring import Keyring
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 from shared.config import GatewayConfig
@@ -28,6 +29,7 @@ class Api:
         self,
         config: GatewayConfig,
         connections: Connections,
+        keyring: Keyring,
         catalog: Catalog,
         prompts: PromptReader,
         grammars: GrammarChecker,
@@ -40,8 +42,8 @@ class Api:
     ) -> None:
         """`connected`: whether the control bus is there, or was a moment ago."""
         self._max_body = config.max_body_bytes
-        self._outer = Outer(config, connections, metrics, log)
-        self._models = models = ServedModels(catalog, connected, log)
+        self._outer = Outer(config, connections, keyring, metrics, log)
+        self._models = models = ServedModels(catalog, keyring, connected, log)
         self._pages = Pages(models, metrics)
         generating = Generating(
             connections, models, prompts, grammars, frontend, metrics, keyed, log

@@ -53,7 +53,7 @@ class Classification:
     async def _classify(self, request: web.Request) -> web.Response:
         async with self._connections.arriving():
             body = await classify.read(request.clone(client_max_size=self._max_image))
-        record = self._models.record(body.model)
+        record = self._models.record(request, body.model)
         sight = await self._models.sight(record)
         pixels = await self._decoder.pixels(body.image, sight.input)
         choice = classify.choice_of(body, pixels, sight, record, request[ID])

@@ -58,7 +58,7 @@ class Generating:
     async def answer(
         self, request: web.Request, asked: Asked, encoder_of: EncoderOf
     ) -> web.StreamResponse:
-        record = self._models.record(asked.model)
+        record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
         prompts = await self._prompts.read(asked, record, lingo)
         key = key_of(request.headers, request.path, await request.read())

@@ -12,6 +12,8 @@ from services.gateway.catalog import Catalog, Lingo, Sight
 from services.gateway.frontend import NO_BUS
 from services.gateway.http import sending
 from services.gateway.http.call import Call
+from services.gateway.http.outer import CALLER
+from services.gateway.keyring import Keyring
 from shared.errors import BusError, ModelError, NotFound
 from shared.ids import ModelName
 from shared.messages.pool import ModelRecord
@@ -23,6 +25,7 @@ class ServedModels:
     def __init__(
         self,
         catalog: Catalog,
+        keyring: Keyring,
         connected: Callable[[], bool],
         log: structlog.stdlib.BoundLogger,
     ) -> None:
@@ -31,6 +34,7 @@ class ServedModels:
         """Whether nothing new is accepted any more."""
         self.connected = connected
         self._catalog = catalog
+        self._keyring = keyring
         self._log = log
 
     def calls(self) -> list[Call]:
@@ -45,14 +49,16 @@ class ServedModels:
             raise ApiError(503, "the gateway is stopping", retry_after=1)
         if not self.connected():
             raise of_error(BusError(NO_BUS))
-        if not self._catalog.known:
+        if not (self._catalog.known and self._keyring.known):
             message = "the gateway is starting: the registry has not answered yet"
             raise ApiError(503, message, retry_after=1)
 
-    def record(self, name: str) -> ModelRecord:
+    def record(self, request: web.Request, name: str) -> ModelRecord:
+        """The model of this name, if there is one that the request's sender may use. ApiError 404
+        if not: who may not use a model need not learn that it is there."""
         self.check_ready()
         record = self._catalog.records.get(ModelName(name))
-        if record is None:
+        if record is None or not request[CALLER].may_use(record.name):
             raise of_error(NotFound(f"there is no model {name!r}; GET /v1/models lists them"))
         return record
 
@@ -74,11 +80,12 @@ class ServedModels:
 
     async def _list(self, request: web.Request) -> web.Response:
         self.check_ready()
-        records = [self._catalog.records[name] for name in sorted(self._catalog.records)]
+        names = filter(request[CALLER].may_use, sorted(self._catalog.records))
+        records = [self._catalog.records[name] for name in names]
         return sending.as_json(ModelList(data=[_card(r) for r in records]))
 
     async def _show(self, request: web.Request) -> web.Response:
-        return sending.as_json(_card(self.record(request.match_info["name"])))
+        return sending.as_json(_card(self.record(request, request.match_info["name"])))
 
 
 def _card(record: ModelRecord) -> ModelCard:

@@ -1,7 +1,5 @@
 """What surrounds every call: its id, who may call, errors, and headers."""
 
-import hashlib
-import hmac
 import re
 from collections.abc import Awaitable, Callable
 
@@ -11,8 +9,11 @@ from aiohttp import web
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.browsers import browsers
 from services.gateway.connections import Connections
+from services.gateway.core.callers import Caller
 from services.gateway.http import openapi, sending
+from services.gateway.keyring import Keyring
 from services.gateway.metrics import Metrics
+from shared.clock import wall_ns
 from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import new_id
@@ -20,6 +21,8 @@ from shared.ids import new_id
 OPEN = ("/live", "/ready", "/health", "/metrics", openapi.PATH)
 """What may be asked without a key."""
 ID = web.RequestKey("request_id", str)
+CALLER = web.RequestKey("caller", Caller)
+"""Who sent it. Set for every call but those of OPEN."""
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _FOR_PAGE = web.RequestKey("for_page", dict[str, str])
 """Headers with which a page of another origin may read the answer."""
@@ -31,10 +34,11 @@ class Outer:
         self,
         config: GatewayConfig,
         connections: Connections,
+        keyring: Keyring,
         metrics: Metrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
-        self._keys = [bytes.fromhex(key) for key in config.api_keys]
+        self._keyring = keyring
         self._browsers = browsers(config)
         self._connections = connections
         self._metrics = metrics
@@ -54,7 +58,8 @@ class Outer:
             if _is_preflight(request):
                 return web.Response(status=204, headers=self._browsers.preflight(request.headers))
             if request.path not in OPEN:
-                self._authorize(request)
+                given = request.headers.get("Authorization", "")
+                request[CALLER] = self._keyring.caller(given, wall_ns())
             response = await handler(request)
         except ApiError as error:
             response = _error_response(error)
@@ -73,16 +78,6 @@ class Outer:
         route = resource.canonical if resource else "none"
         self._metrics.responses.labels(route, str(response.status)).inc()
         return response
-
-    def _authorize(self, request: web.Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-        digest = hashlib.sha256(key.strip().encode(errors="surrogateescape")).digest()
-        matches = [hmac.compare_digest(digest, known) for known in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
-            message = "send a valid API key: 'Authorization: Bearer KEY'"
-            raise ApiError(401, message, code="invalid_api_key")
 
 
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:

@@ -19,6 +19,7 @@ from shared.errors import LambdaScaleError
 from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.layout import Manifest, encode_manifest
 from shared.messages import Message, Ok, Ping
+from shared.messages.access import AccessPage, AccessQuery, AccessRecord
 from shared.messages.instances import (
     Instance,
     InstanceSet,
@@ -264,6 +265,8 @@ class Cluster(Recorder):
         self.bus = bus
         self.service = service
         self.records: tuple[ModelRecord, ...] = ()
+        self.access: list[AccessRecord] = []
+        """Tenants and keys, in the order of their changes."""
         self.sets: tuple[InstanceSet, ...] = ()
         self.loads: list[GatewayLoad] = []
         """The reports, each with all the models that are listed."""
@@ -277,12 +280,16 @@ class Cluster(Recorder):
     async def answer(self) -> None:
         """As registry and planner."""
         await self.bus.serve(subjects.REGISTRY_MODELS, ModelsQuery, self._models)
+        await self.bus.serve(subjects.REGISTRY_ACCESS, AccessQuery, self._who_may_call)
         await self.bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances)
         await self.bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, self._load))
         await self.bus.subscribe(subjects.ARRIVALS, On(FirstPartialToken, self._arrival))
 
     async def _models(self, _: ModelsQuery) -> Models:
-        return Models(records=self.records)
+        return Models(records=self.records, keeps_access=True)
+
+    async def _who_may_call(self, query: AccessQuery) -> AccessPage:
+        return AccessPage(records=tuple(self.access[query.since :]), revision=len(self.access))
 
     async def _instances(self, _: InstancesQuery) -> InstanceSets:
         return InstanceSets(sets=self.sets)

@@ -1,0 +1,80 @@
+"""Tenants, keys and limits on a real cluster with two gateways, by the operator's own commands."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from services.local.demo_model import make_checkpoint
+from tests.support import commands
+from tests.support.cluster import MODEL, Running, running
+from tests.support.models import TINY
+
+BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
+
+
+@dataclass
+class Site:
+    up: Running
+    directory: Path
+
+    async def run(self, *words: str) -> commands.Ran:
+        ran = await commands.run(*words, "--data", str(self.directory), cwd=self.directory)
+        assert ran.code == 0, ran.err
+        return ran
+
+    async def new_key(self, *words: str) -> str:
+        return (await self.run("key", "add", *words)).out.strip()
+
+    async def ask(self, url: str, key: str, **fields: Any) -> tuple[int, Any, Any]:
+        """Status, headers and document."""
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with (
+            aiohttp.ClientSession(headers=headers) as http,
+            http.post(f"{url}/v1/completions", json={**BODY, **fields}) as response,
+        ):
+            return response.status, response.headers, await response.json()
+
+    async def everywhere(self, key: str, right: Callable[[int], bool]) -> None:
+        """Asks every gateway again until the status is right there."""
+        async with asyncio.timeout(100):
+            for url in self.up.urls:
+                status, *_ = await self.ask(url, key)
+                while not right(status):
+                    status, *_ = await self.ask(url, key)
+
+
+@pytest.fixture
+async def site(tmp_path: Path) -> AsyncIterator[Site]:
+    make_checkpoint(tmp_path / "tiny", TINY)
+    directory = tmp_path / "data"
+    async with running(directory, tmp_path / "tiny", nodes=1, gateways=2) as up:
+        assert len(up.urls) == 2
+        yield Site(up, directory)
+
+
+async def test_keys_count_and_end_at_every_gateway_while_they_run(site: Site) -> None:
+    await site.everywhere("", lambda status: status == 200)
+    await site.run("tenant", "add", "acme", "--weight", "2")
+    key = await site.new_key("--tenant", "acme")
+    await site.everywhere("", lambda status: status == 401)
+    await site.everywhere(key, lambda status: status == 200)
+
+    rotated = (await site.run("key", "rotate", key.split("-")[1], "--grace", "1h")).out.strip()
+    await site.everywhere(rotated, lambda status: status == 200)
+    await site.everywhere(key, lambda status: status == 200)
+    rotated = (await site.run("key", "rotate", key.split("-")[1], "--grace", "0s")).out.strip()
+    await site.everywhere(key, lambda status: status == 401)
+    await site.everywhere(rotated, lambda status: status == 200)
+
+    await site.run("key", "revoke", key.split("-")[1])
+    await site.everywhere(rotated, lambda status: status == 401)
+    await site.run("tenant", "rm", "acme")
+    (left,) = (await site.run("tenant", "ls", "--json")).document
+    assert left["id"] == "default"
+    (key_left,) = (await site.run("key", "ls", "--json")).document
+    assert (key_left["state"], key_left["tenant"]) == ("revoked", "acme")
