@@ -9,6 +9,7 @@ from typing import Any
 from services.node.transport.connection import Connection
 from services.node.transport.direct import Direct
 from services.node.transport.secret import Secret
+from services.node.transport.strangers import MOST
 from services.node.transport.tcp import TcpTransport
 from services.node.transport.wire import (
     PREFIX_BYTES,
@@ -63,6 +64,7 @@ class Node:
         rate: int = 0,
         ways: Sequence[Direct] = (),
         secret: Secret | None = None,
+        most_strangers: int = MOST,
     ) -> None:
         self.received: asyncio.Queue[tuple[str, bytes, bytes]] = asyncio.Queue()
         self.lost: asyncio.Queue[tuple[str, TransportError]] = asyncio.Queue()
@@ -87,6 +89,7 @@ class Node:
             silence_s=silence_s,
             handshake_s=handshake_s,
             max_payload=1 << 20,
+            most_strangers=most_strangers,
         )
 
     @property

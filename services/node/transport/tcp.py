@@ -31,6 +31,7 @@ from services.node.transport.regions import Regions
 from services.node.transport.secret import Secret
 from services.node.transport.serving import ReadServer
 from services.node.transport.sockets import readable
+from services.node.transport.strangers import MOST, Strangers
 from services.node.transport.tls import Tls, certified
 from services.node.transport.wire import (
     MAX_BODY,
@@ -77,9 +78,11 @@ class TcpTransport:
         silence_s: float = SILENCE_S,
         handshake_s: float = HANDSHAKE_S,
         max_payload: int = 64 << 20,
+        most_strangers: int = MOST,
     ) -> None:
         """`link_bytes_per_s` paces each direction; 0: as fast as it goes. `ways`: the direct ways,
-        best first. `gate`: what peers may read; None: everything."""
+        best first. `gate`: what peers may read; None: everything. `most_strangers`: see
+        strangers.py."""
         self._hears = listener
         self._gate = gate
         self._tls = tls
@@ -104,6 +107,7 @@ class TcpTransport:
             max_payload=max_payload,
             asks=gate is not None,
         )
+        self._strangers = Strangers(most_strangers)
         self._log = telemetry.logger("transport")
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -296,16 +300,22 @@ class TcpTransport:
             sock.setblocking(False)
             name = f"{source[0]}:{source[1]}"
             connection = Connection(sock, name, max_payload=self._max_payload)
-            welcome = self._spawn(self._guard(connection, partial(self._welcome, connection)))
+            if expelled := self._strangers.enter(source[0], connection):
+                why = f"{expelled.address} said nothing, and others came"
+                expelled.close(PeerLost(why))
+            work = partial(self._welcome, connection, source[0])
+            welcome = self._spawn(self._guard(connection, work))
             # A task that is cancelled before it has begun closes nothing by itself.
             welcome.add_done_callback(partial(_close_with_task, connection))
 
-    async def _welcome(self, connection: Connection) -> None:
+    async def _welcome(self, connection: Connection, host: str) -> None:
         try:
             peer = await self._handshake.welcome(connection)
         except ProtocolViolation as error:
             self._accepted_ended(connection, error)
             raise
+        finally:
+            self._strangers.leave(host, connection)
         answer, way = self._accept_way(peer)
         try:
             await self._handshake.answer(connection, peer, answer)
