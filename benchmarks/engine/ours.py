@@ -10,7 +10,7 @@ from services.node.engine.engine import TorchEngine
 from services.node.engine.linear import Form
 from services.node.execution.steps import Steps
 from services.node.memory.arena import Arena
-from shared.errors import LambdaScaleError
+from shared.errors import EngineFailed
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, LogitRules, Sampling, Submit, Tokens
@@ -19,10 +19,6 @@ Step = Callable[[], None]
 NODE, ADDRESS = NodeId("bench"), "bench"
 STEP_TOKENS = 512
 """The default of node.step_tokens."""
-
-
-class EngineFailed(LambdaScaleError):
-    code = "engine_failed"
 
 
 @dataclass(slots=True)

@@ -175,7 +175,9 @@ INLINE void sum_values(const Attention *a, const void *kv, const int32_t *pages,
         for (int v = 0; v < vectors; v++) store(out + r * step + from + 16 * v, sums[r * vectors + v]);
 }
 
-/* The same for the last dimensions, which do not fill a vector. */
+/* The same for the last dimensions, which do not fill a vector. Each product is added in one rounding, said
+   by fmaf: of a plain sum GCC may vectorise the products of some keys, and which keys depends on how many
+   there are. */
 INLINE void sum_tail(const Attention *a, const void *kv, const int32_t *pages, int64_t first,
                      int64_t last, int64_t keys, int64_t head, int64_t from, const float *weights,
                      float *out, int narrow_kv) {
@@ -184,8 +186,8 @@ INLINE void sum_tail(const Attention *a, const void *kv, const int32_t *pages, i
         for (int64_t page = first; page <= last; page++) {
             const void *values = head_of(a, kv, pages[page], head);
             for (int64_t key = 0; key < (page < last ? PAGE : keys); key++)
-                sum += weights[(page - first) * PAGE + key] *
-                       get(values, (PAGE + key) * a->head_dim + i, narrow_kv);
+                sum = fmaf(weights[(page - first) * PAGE + key],
+                           get(values, (PAGE + key) * a->head_dim + i, narrow_kv), sum);
         }
         out[i] = sum;
     }
