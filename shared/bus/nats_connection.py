@@ -18,6 +18,7 @@ import nats.js.errors
 import structlog
 from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
+from nats.js.api import StreamInfo
 
 from shared.bus.credentials import read_credentials
 from shared.bus.delivery import MAX_PAYLOAD, Tasks
@@ -29,6 +30,7 @@ CALL_TIMEOUT_S = 5.0
 _OLDEST_VERSION = (2, 11)
 _RECONNECT_WAIT_S = 0.2
 _ANSWER_S = 1.0
+_NO_LEADER_S = 0.02
 LEADER_S = 30.0
 """How long to wait for an answer about a bucket. NATS servers that form a cluster give none while
 they elect a leader, which takes 4 to 9 s."""
@@ -231,6 +233,16 @@ class Connection:
                 if loop.time() >= deadline:
                     raise
                 await asyncio.sleep(_RECONNECT_WAIT_S)
+
+    async def led(self, stream: str) -> StreamInfo:
+        """The stream, once it has a leader. While the servers of a cluster make a stream it has
+        none, and what is asked of it, or written, is never answered. NotFoundError if there is
+        none."""
+        while True:
+            info = await self.jetstream.stream_info(stream)
+            if info.cluster is None or info.cluster.leader:
+                return info
+            await asyncio.sleep(_NO_LEADER_S)
 
     async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
         """Subscribes. Once this returns, the server knows of it."""

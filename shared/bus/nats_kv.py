@@ -39,13 +39,13 @@ class NatsKeyValue:
 
         async def ask() -> Any:
             try:
-                return await connection.jetstream.stream_info(f"KV_{bucket}")
+                return await connection.led(f"KV_{bucket}")
             except nats.js.errors.NotFoundError:
                 config = api.KeyValueConfig(
                     bucket, direct=True, limit_marker_ttl=_MARKER_TTL_S, replicas=replicas
                 )
                 await connection.jetstream.create_key_value(config)
-                return await connection.jetstream.stream_info(f"KV_{bucket}")
+                return await connection.led(f"KV_{bucket}")
 
         info = await connection.until_answered(f"bucket {bucket}", opening(f"KV_{bucket}"), ask)
         if not (info.config.allow_msg_ttl and info.config.subject_delete_marker_ttl):

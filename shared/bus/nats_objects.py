@@ -26,11 +26,12 @@ class NatsObjectStore:
 
         async def ask() -> None:
             try:
-                await connection.jetstream.object_store(bucket)
+                await connection.led(f"OBJ_{bucket}")
             except nats.js.errors.NotFoundError:
                 await connection.jetstream.create_object_store(
                     bucket, config=api.ObjectStoreConfig(replicas=replicas)
                 )
+                await connection.led(f"OBJ_{bucket}")
 
         await connection.until_answered(f"objects {bucket}", opening(f"OBJ_{bucket}"), ask)
         return cls(connection, bucket)

@@ -48,6 +48,24 @@ async def leader_of(them: NatsServers, stream: str) -> str:
     return str(cluster.leader)
 
 
+async def test_a_bucket_that_many_open_at_once_answers_at_once(tmp_path: Path) -> None:
+    """NATS tells of a stream before it has a leader, and answers nothing until then."""
+    them = servers(tmp_path)
+    await them.start()
+
+    async def use(number: int, bucket: str) -> None:
+        async with bus_to(them) as bus:
+            opened = await bus.kv(bucket)
+            assert await opened.get(f"key-{number}") is None
+            await opened.create(f"key-{number}", b"value")
+
+    try:
+        for bucket in ("one", "two", "three"):
+            await asyncio.gather(*(use(number, bucket) for number in range(5)))
+    finally:
+        await them.stop()
+
+
 async def test_state_outlives_any_one_server_and_a_restart_of_all(tmp_path: Path) -> None:
     them = servers(tmp_path)
     await them.start()
