@@ -35,6 +35,7 @@ async def _serve() -> None:
     app.router.add_post("/v1/completions", _completions)
     runner = web.AppRunner(app, access_log=None)
     await runner.setup()
+    assert runner.server is not None
     server = await asyncio.get_running_loop().create_server(
         runner.server, "127.0.0.1", 0, backlog=8192
     )

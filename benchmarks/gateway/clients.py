@@ -90,7 +90,7 @@ async def _run(url: str, streams: int, tokens: int) -> Came:
     async def one() -> None:
         async with connecting:
             _, protocol = await loop.create_connection(
-                lambda: _Stream(body, came), at.hostname, at.port
+                lambda: _Stream(body, came), str(at.hostname), at.port or 80
             )
         await protocol.done.wait()
 
