@@ -8,6 +8,7 @@ a token that was lost, repeated or changed anywhere is found.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from zlib import crc32
 
 from services.gateway.core.commands import Emit, End, Piece
 from services.gateway.core.requests import Request
@@ -35,6 +36,10 @@ class Bins:
         if index >= len(self.counts):
             self.counts.extend([0] * (index + 1 - len(self.counts)))
         self.counts[index] += 1
+
+
+_IDS = 1000
+"""Every vocabulary has so many ids."""
 
 
 class Replay:
@@ -72,7 +77,7 @@ class Replay:
         self._request = Request(
             id=self.id,
             model_id=self._model_id,
-            prompt=(0,) * self._prompt_tokens,
+            prompt=_prompt(self.id, self._prompt_tokens),
             max_tokens=self._output_tokens,
             stop_ids=(),
             sampling=Sampling(),
@@ -127,3 +132,9 @@ class Replay:
     def _end(self, error: str) -> None:
         self.error, self._request = error, None
         self._on_end(self)
+
+
+def _prompt(request: RequestId, tokens: int) -> tuple[int, ...]:
+    """A prompt that begins like no other, since a simulated engine caches no prefixes."""
+    number = crc32(request.encode())
+    return (number % _IDS, number // _IDS % _IDS, *(0,) * tokens)[:tokens]

@@ -13,7 +13,7 @@ from functools import partial
 
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
-from services.gateway.core.routing import Draw, Routing, is_free
+from services.gateway.core.routing import Draw, Routing
 from services.gateway.core.table import Table
 from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler, decide, fulls
 
@@ -118,16 +118,16 @@ def per_load(target: float) -> Decide:
 
 def least_requests(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """The instance with the fewest requests, among those that have a free slot."""
-    free = [route for route in table.open if is_free(route, now, request.shunned)]
+    free = [route for route in table.open if route.is_free(now, request.shunned)]
     return min(free, key=lambda route: len(route.requests) / route.instance.capacity, default=None)
 
 
 def least_tokens(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """The instance with the fewest outstanding tokens, among those that have a free slot."""
-    free = [route for route in table.open if is_free(route, now, request.shunned)]
+    free = [route for route in table.open if route.is_free(now, request.shunned)]
     return min(free, key=lambda route: route.load(), default=None)
 
 
-FEWEST_REQUESTS = Routing(math.inf, least_requests)
+FEWEST_REQUESTS = Routing(math.inf, least_requests, affinity=False)
 """Prompts are handed out as long as slots are free, however many wait for their prefill there."""
-FEWEST_TOKENS = Routing(math.inf, least_tokens)
+FEWEST_TOKENS = Routing(math.inf, least_tokens, affinity=False)

@@ -67,6 +67,8 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Whether the prompt is repeated in the answer, which may then have no token of its own."""
     token_ids: bool
     """Whether every choice carries the ids of its generated tokens."""
+    session: str
+    """What the client calls the conversation, so that it finds its KV again; empty: nothing."""
     stream: bool
     usage_at_end: bool
     usage_in_chunks: bool
@@ -146,6 +148,7 @@ def _asked(
         grammar_field=grammar_field(body),
         echo=echo,
         token_ids=bool(body.return_token_ids),
+        session=body.prompt_cache_key or body.user or "",
         stream=bool(body.stream),
         usage_at_end=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),

@@ -47,10 +47,8 @@ class StructuredOutputs(msgspec.Struct, kw_only=True, forbid_unknown_fields=True
 class _Accepted(Unsupported, kw_only=True):
     """Fields that are accepted on purpose and have no effect."""
 
-    user: Any = None
     metadata: Any = None
     safety_identifier: Any = None
-    prompt_cache_key: Any = None
     prompt_cache_retention: Any = None
     parallel_tool_calls: Any = None
     """There are no tools to call."""
@@ -60,6 +58,10 @@ class _Accepted(Unsupported, kw_only=True):
 
 class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     model: str
+    user: str | None = None
+    prompt_cache_key: str | None = None
+    """Requests with the same key, or else of the same user, go to the same instance while it has
+    room."""
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None

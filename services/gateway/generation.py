@@ -88,6 +88,7 @@ class Generation:
     def end(self) -> None:
         """Cancels the choices that have not ended."""
         self._frontend.end(choice.request for choice in self.choices)
+        self._metrics.cached_tokens.labels(self.record.name).inc(self._cached_tokens())
         if self.open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
         self._record_span()

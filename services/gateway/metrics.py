@@ -35,6 +35,9 @@ class Metrics:
         self.responses = counter("responses", "HTTP answers of the API", "route", "status")
         self.requests = counter("requests", "Completions, by how they ended", "model", "end")
         self.prompt_tokens = counter("prompt_tokens", "Tokens of accepted prompts", "model")
+        self.cached_tokens = counter(
+            "cached_prompt_tokens", "Of these, found in a node's prefix cache", "model"
+        )
         self.tokens = counter("generated_tokens", "Tokens taken from instances", "model")
         self.resumptions = counter("resumptions", "Attempts that were ended", "model", "reason")
         self.switched = counter(

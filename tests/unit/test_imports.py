@@ -15,7 +15,7 @@ SERVICES = sorted(
 )
 PURE_STDLIB = {
     "__future__", "abc", "bisect", "collections", "dataclasses", "enum", "fractions", "functools",
-    "heapq", "itertools", "math", "operator", "statistics", "typing",
+    "hashlib", "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
 PURE_SHARED = (
     "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.schedule",

@@ -21,12 +21,13 @@ class Attempts:
         self._ledger = ledger
         self._out = ledger.out
 
-    def start(self, request: Request, route: Route, now: float) -> None:
+    def start(self, request: Request, route: Route, now: float, why: str = "") -> None:
+        """`why`: what speaks for this instance, if it is not its load."""
         instance = route.instance
         request.submissions += 1
         request.attempt = request.submissions
         request.instance = instance.id
-        self._ledger.step(request, State.SUBMITTED, instance.id)
+        self._ledger.step(request, State.SUBMITTED, f"{instance.id} {why}".rstrip())
         request.progress_at = request.submitted_at = now
         request.asked_at = request.answered_at = None
         request.charge = request.work

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from itertools import chain
 
-from services.gateway.core import admission, routing, streams
+from services.gateway.core import admission, affinity, routing, streams
 from services.gateway.core.attempts import Attempts
 from services.gateway.core.commands import Emit, Resumed, Scored, Served
 from services.gateway.core.ledger import Ledger, Rules
@@ -141,6 +141,8 @@ class Model:
         logprobs, cause = token.logprobs, self._ledger.cause
         emit = Emit(request.id, token.token, finish, first, logprobs, token.cached, cause=cause)
         self._out.append(emit)
+        if first or finish:
+            affinity.learn(self.table, request, route)
         if finish:
             self._pace.end(now - request.submitted_at)
             if not token.finish:
@@ -208,7 +210,10 @@ class Model:
     def leave(self, request: Request, state: State, why: str, now: float) -> None:
         """The gateway itself ends the request."""
         if request.running:
-            self._attempts.withdraw(self._attempts.route(request), request)
+            route = self._attempts.route(request)
+            if request.has_token:
+                affinity.learn(self.table, request, route)
+            self._attempts.withdraw(route, request)
         else:
             self.queue.remove(request)
         self._attempts.close(request, state, why)
@@ -240,15 +245,18 @@ class Model:
             return
         self._moves.begin(now)
         table, draw, choose = self.table, self._rules.draw, self._rules.routing.choose
+        keeps = self._rules.routing.affinity
         position = 0
         while position < len(self.queue):
-            request = self.queue[position]
+            request, why = self.queue[position], ""
             if request.suspect:
                 route = None
                 if not request.in_doubt:
                     route = routing.secluded(table.routes.values(), now, request.shunned)
             else:
-                route = choose(table, request, now, draw)
+                kept = affinity.prefer(table, request, now) if keeps else None
+                route = kept.route if kept else choose(table, request, now, draw)
+                why = kept.why if kept else why
                 if route is None and not table.has_free(now):
                     return
             if route is None:
@@ -256,7 +264,7 @@ class Model:
                 continue
             del self.queue[position]
             self._pace.start(now - request.waiting_since, now)
-            self._attempts.start(request, route, now)
+            self._attempts.start(request, route, now, why)
 
     def _closed(self) -> LambdaScaleError | None:
         """The error for requests that would wait in vain; None if waiting makes sense."""

@@ -76,6 +76,10 @@ class Request:
     time that it has spent on instances since."""
     call: str = ""
     """The id of the API call that it belongs to (`X-Request-ID`)."""
+    session: str = ""
+    """What the client calls the conversation that it belongs to; empty: nothing."""
+    marks: tuple[int, ...] | None = None
+    """The marks of its prompt (`services.gateway.core.prefixes`). None: not computed yet."""
     rules: LogitRules | None = None
     image: bytes = b""
     """See `Submit.image`."""

@@ -1,13 +1,13 @@
 """One instance, as a gateway sees it: what runs there, and whether it has room for more."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
 
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.requests import Request
-from shared.ids import RequestId
+from shared.ids import InstanceId, RequestId
 from shared.messages.instances import Instance, InstanceState
 from shared.slots import Account
 
@@ -55,6 +55,13 @@ class Place:
     """The share of the model that the stage is."""
 
 
+@dataclass(slots=True)
+class Total:
+    """Outstanding tokens of all routes of a table, those of other gateways included."""
+
+    tokens: int = 0
+
+
 @dataclass(slots=True, eq=False)
 class Route:
     """An instance, and what this gateway has running on it."""
@@ -85,6 +92,9 @@ class Route:
     """The routes of its table that have room, in no order. It is one of them while it has."""
     place_in_open: int = -1
     """Its index there; -1: it has no room."""
+
+    total: Total = field(default_factory=Total)
+    """That of its table, which its tokens are part of."""
 
     def __post_init__(self) -> None:
         self._note_room()
@@ -122,6 +132,8 @@ class Route:
     def leave(self) -> None:
         """The instance is no longer in its table."""
         self.hear(NONE)
+        self.total.tokens -= self.tokens
+        self.total = Total(self.tokens)
         self.become(msgspec.structs.replace(self.instance, state=InstanceState.DRAINING))
 
     def takes(self, now: float) -> bool:
@@ -130,6 +142,10 @@ class Route:
             and now >= self.avoid_until
             and all(self._fits(place) for place in self.places)
         )
+
+    def is_free(self, now: float, shunned: Mapping[InstanceId, float]) -> bool:
+        """`shunned` names instances that are no candidates before some time."""
+        return self.takes(now) and shunned.get(self.instance.id, now) <= now
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths
@@ -164,6 +180,7 @@ class Route:
 
     def charge(self, tokens: int) -> None:
         self.tokens += tokens
+        self.total.tokens += tokens
 
     def prefill(self, tokens: int) -> None:
         self.prompts += tokens
@@ -192,6 +209,7 @@ class Route:
     def hear(self, others: Work) -> None:
         """Takes in what other gateways have running on it now."""
         self._count(others.requests - self.others.requests)
+        self.total.tokens += others.tokens - self.others.tokens
         self.others = others
         self._note_room()
 

@@ -47,7 +47,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
         route = routes[int(draw() * len(routes))]
         if route is found or draw() * fastest >= route.instance.capacity:
             continue
-        if is_free(route, now, request.shunned):
+        if route.is_free(now, request.shunned):
             if found is not None:
                 return _lighter(found, route, request)
             found = route
@@ -56,7 +56,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
 
 def _survey(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """Looks at all candidates."""
-    free = [route for route in table.open if is_free(route, now, request.shunned)]
+    free = [route for route in table.open if route.is_free(now, request.shunned)]
     if len(free) < 2:
         return free[0] if free else None
     first = free.pop(_drawn(free, draw))
@@ -78,6 +78,8 @@ class Routing:
 
     prompts_ahead: float = PROMPTS_AHEAD
     choose: Callable[[Table, Request, float, Draw], Route | None] = choose
+    affinity: bool = True
+    """Whether requests go where their KV lies (`affinity`)."""
     refuses: bool = True
     """Whether requests are refused that would miss the model's objective."""
 
@@ -95,7 +97,7 @@ def refuge(
     """
     serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
     replicas = [route for route in serving if route.instance.is_replica]
-    free = [route for route in replicas or serving if is_free(route, now, shunned)]
+    free = [route for route in replicas or serving if route.is_free(now, shunned)]
     return min(free, key=lambda route: (route.load(), len(route.requests)), default=None)
 
 
@@ -104,13 +106,9 @@ def secluded(
 ) -> Route | None:
     """The instance for a suspect: one over whose nodes nothing runs, if there is one, and a replica
     rather than a path, because it brings fewer nodes into danger. None: see `choose`."""
-    free = [route for route in routes if is_free(route, now, shunned)]
+    free = [route for route in routes if route.is_free(now, shunned)]
     order = [(not route.idle, len(route.places), route.load()) for route in free]
     return free[order.index(min(order))] if free else None
-
-
-def is_free(route: Route, now: float, shunned: Mapping[InstanceId, float]) -> bool:
-    return route.takes(now) and shunned.get(route.instance.id, now) <= now
 
 
 @dataclass(frozen=True, slots=True)

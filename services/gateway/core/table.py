@@ -3,7 +3,9 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 
 from services.gateway.core.others import NONE, Work
-from services.gateway.core.routes import PROMPTS_AHEAD, Node, Place, Route
+from services.gateway.core.prefixes import Prefixes
+from services.gateway.core.ring import Ring, points_of
+from services.gateway.core.routes import PROMPTS_AHEAD, Node, Place, Route, Total
 from shared.ids import InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceSet, InstanceState
 from shared.slots import weight
@@ -23,8 +25,16 @@ class Table:
         self.routes: dict[InstanceId, Route] = {}
         self.open: list[Route] = []
         """The routes that have room, in no order. A node on their way may be full all the same."""
-        self.fastest = 0.0
-        """The largest capacity of any instance."""
+        self.total = Total()
+        self.capacity = self.fastest = 0.0
+        """Of all instances together, and of the fastest."""
+        self.replicas: dict[NodeId, Route] = {}
+        """The complete replicas, by node."""
+        self.prefixes = Prefixes()
+        self._points: dict[NodeId, int] = {}
+        """How many points each replica that serves has on the ring."""
+        self._ring: Ring | None = None
+        """None: it has to be made anew once it is needed."""
         self.moving: list[Route] = []
         """Those that move."""
         self.fixed: int | None = None
@@ -64,8 +74,7 @@ class Table:
             route = old.pop(instance.id, None) or self._route(instance, new)
             route.become(instance)
             self.routes[instance.id] = route
-        self.fastest = max((i.capacity for i in new.instances), default=0.0)
-        self._find_moving()
+        self._sum_up()
         for node, slots in new.node_slots.items():
             if node in self._nodes:
                 self._nodes[node].account.slots = slots
@@ -92,6 +101,7 @@ class Table:
             places=tuple(places),
             prompts_ahead=self._prompts_ahead,
             open=self.open,
+            total=self.total,
         )
 
     def hear_others(self, changed: Iterable[InstanceId]) -> bool:
@@ -114,7 +124,7 @@ class Table:
         ]
         for route in gone:
             del self.routes[route.instance.id]
-        self._find_moving()
+        self._sum_up()
         self._forget(gone)
         return gone
 
@@ -122,9 +132,28 @@ class Table:
         """Whether any instance takes a request now."""
         return any(route.takes(now) for route in self.open)
 
-    def _find_moving(self) -> None:
+    @property
+    def ring(self) -> Ring:
+        """The homes of sessions: the replicas that serve."""
+        if self._ring is None:
+            self._ring = Ring(self._points)
+        return self._ring
+
+    def _sum_up(self) -> None:
+        """To be called when the set of routes, or what it says of an instance, has changed."""
         routes = self.routes.values()
         self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
+        self.replicas = {r.instance.leader: r for r in routes if r.instance.is_replica}
+        serving = (r for r in routes if r.instance.state is InstanceState.SERVING)
+        points = {
+            r.instance.leader: points_of(r.instance.capacity)
+            for r in serving
+            if r.instance.is_replica
+        }
+        if points != self._points:
+            self._points, self._ring = points, None
+        capacities = [route.instance.capacity for route in routes]
+        self.capacity, self.fastest = sum(capacities), max(capacities, default=0.0)
 
     def _forget(self, gone: Collection[Route]) -> None:
         """Forgets routes, and the nodes that no other route leads over."""

@@ -69,6 +69,10 @@ def _of_route(route: Route) -> Iterator[str]:
 
 def _of_open(model: Model) -> Iterator[str]:
     there = model.table.open
+    routes = model.table.routes.values()
+    tokens = sum(route.tokens + route.others.tokens for route in routes)
+    if model.table.total.tokens != tokens:
+        yield f"model {model.name} counts {model.table.total.tokens} tokens, it has {tokens}"
     if any(route.place_in_open != at for at, route in enumerate(there)):
         yield f"the instances of model {model.name} with room are not where they say"
     room = {key for key, route in model.table.routes.items() if route.has_room}

@@ -6,6 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
+SESSION = "X-Session-ID"
+"""The header that names the conversation which a request belongs to."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 
+import msgspec
 import structlog
 from aiohttp import web
 
@@ -16,6 +17,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
 from services.gateway.http import sending
+from services.gateway.http.call import SESSION
 from services.gateway.http.models import ServedModels
 from services.gateway.http.outer import ID
 from services.gateway.idempotency import Key, key_of, marks_of
@@ -58,6 +60,8 @@ class Generating:
     async def answer(
         self, request: web.Request, asked: Asked, encoder_of: EncoderOf
     ) -> web.StreamResponse:
+        if session := request.headers.get(SESSION):
+            asked = msgspec.structs.replace(asked, session=session)
         record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
         prompts = await self._prompts.read(asked, record, lingo)

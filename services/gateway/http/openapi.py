@@ -10,7 +10,7 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.answer_bodies import ErrorAnswer
-from services.gateway.http.call import Call
+from services.gateway.http.call import SESSION, Call
 from services.gateway.idempotency import KEY, LAST
 from services.gateway.unsupported import SILENT, Unsupported
 from shared.version import __version__
@@ -56,6 +56,7 @@ _HEADERS: _Json = {
 _PARAMETERS: _Json = {
     "X-Request-ID": "Becomes the id of the request, in the answer, in logs and in traces",
     "traceparent": "The W3C trace context that the request's span belongs to",
+    SESSION: "Names a conversation, which then goes to the instance that has its KV",
     KEY: "A request with a key that came before gets the answer that it got then",
     LAST: "The id of the last event that the client has of this answer's stream",
 }
@@ -129,7 +130,7 @@ def _parameters(call: Call) -> list[_Json]:
     if call.generates:
         headers.append("traceparent")
     if call.keyed:
-        headers += [KEY, LAST]
+        headers += [SESSION, KEY, LAST]
     return [
         *(
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
