@@ -1,6 +1,8 @@
 """The OpenAI API's errors."""
 
 import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import NoReturn
 
 import msgspec
@@ -35,6 +37,7 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
+        self.param = param
         self.code = code
         self.retry_after = retry_after
         kind = _TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
@@ -67,6 +70,21 @@ def of_error(error: LambdaScaleError) -> ApiError:
 def _seconds(error: CapacityExceeded) -> int:
     """For `Retry-After`, in whole seconds."""
     return max(1, min(math.ceil(error.retry_after_s or 1), MOST_SECONDS))
+
+
+@contextmanager
+def renamed(names: Mapping[str, str]) -> Iterator[None]:
+    """Errors that are raised inside name the fields of another API. `names`: by our names."""
+    try:
+        yield
+    except ApiError as error:
+        param = names.get(error.param or "")
+        if param is None:
+            raise
+        message = str(error).replace(f"{error.param}: ", f"{param}: ", 1)
+        raise ApiError(
+            error.status, message, param=param, code=error.code, retry_after=error.retry_after
+        ) from error
 
 
 def invalid(param: str, message: str) -> NoReturn:

@@ -100,7 +100,11 @@ def completion(raw: bytes) -> Asked:
 
 def chat(raw: bytes) -> Asked:
     """The body of a chat. Errors as of `completion`."""
-    body = decoded(raw, ChatBody)
+    return of_chat(decoded(raw, ChatBody))
+
+
+def of_chat(body: ChatBody) -> Asked:
+    """A chat, whatever it came as. Errors as of `completion`."""
     _check_common(body)
     _check_range(body, "max_tokens", 1)
     _check_chat(body)

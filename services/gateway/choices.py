@@ -56,6 +56,11 @@ class Choice:
         self._min_tokens = min_tokens
         self._silent = silent
 
+    @property
+    def stop_string(self) -> str | None:
+        """The stop string that ended it."""
+        return self._stops.found
+
     def ask_for_the_rest(self) -> None:
         """Has a request of its own for what is still missing."""
         one = self.request

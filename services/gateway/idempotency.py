@@ -8,6 +8,7 @@ import msgspec
 from multidict import MultiMapping
 
 from services.gateway.api_error import ApiError
+from services.gateway.credential import credential
 
 KEY, LAST = "Idempotency-Key", "Last-Event-ID"
 MAX_KEY = 255
@@ -55,7 +56,7 @@ def key_of(headers: MultiMapping[str], call: str, body: bytes) -> Key | None:
     if not _KEY.fullmatch(given[0]):
         message = f"{KEY} must be 1 to {MAX_KEY} visible ASCII characters, such as a UUID"
         raise ApiError(400, message, param=KEY)
-    client = _digest(headers.get("Authorization", ""))
+    client = _digest(credential(headers))
     canonical = msgspec.json.encode(msgspec.json.decode(body), order="sorted")
     digest = hashlib.sha256(call.encode() + b"\0" + canonical).hexdigest()
     return Key(client, _digest(f"{client} {given[0]}"), digest)

@@ -214,20 +214,24 @@ class StopStrings:
         self._met = [0] * len(self._stops)
         """How many characters of each stop string the text ends with."""
         self._held = ""
+        self.found: str | None = None
+        """The stop string that was met."""
 
     def push(self, text: str) -> tuple[str, bool]:
         """Returns (text that is certain, whether a stop string was met; then nothing follows)."""
         if not self._stops:
             return text, False
         whole = self._held + text
-        begins = [
-            begin
+        met = [
+            (begin, number)
             for number in range(len(self._stops))
             if (begin := self._find(number, text, len(self._held))) is not None
         ]
-        if begins:
+        if met:
+            begin, number = min(met)
+            self.found, _ = self._stops[number]
             self._held = ""
-            return whole[: min(begins)], True
+            return whole[:begin], True
         certain = len(whole) - max(self._met)
         self._held = whole[certain:]
         return whole[:certain], False

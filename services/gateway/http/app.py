@@ -12,6 +12,7 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
 from services.gateway.http.generating import Generating
+from services.gateway.http.messages import Messages
 from services.gateway.http.models import ServedModels
 from services.gateway.http.openapi import Described
 from services.gateway.http.outer import OPEN, Outer, set_headers
@@ -49,6 +50,7 @@ class Api:
             connections, models, prompts, grammars, frontend, metrics, keyed, log
         )
         self._completions = Completions(generating)
+        self._messages = Messages(generating)
         self._classification = Classification(
             config.max_image_bytes, connections, models, frontend, metrics
         )
@@ -65,6 +67,7 @@ class Api:
             self._pages,
             self._models,
             self._completions,
+            self._messages,
             self._classification,
             self._tokens,
         )

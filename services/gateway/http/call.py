@@ -6,6 +6,8 @@ from typing import Any
 
 from aiohttp import web
 
+from services.gateway.answer_bodies import ErrorAnswer
+
 SESSION = "X-Session-ID"
 """The header that names the conversation which a request belongs to."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -25,10 +27,12 @@ class Call:
     body: type | None = None
     form: type | None = None
     """The body, if it may also be a form."""
-    events: type | None = None
-    """The JSON of each event, if it can be a stream."""
-    errors: Mapping[int, type] = field(default_factory=dict)
-    """The JSON of answers with other statuses, where it is not the API's error."""
+    events: Any = None
+    """The type of the JSON of each event, if it can be a stream."""
+    error: Any = ErrorAnswer
+    """The type of its JSON with other statuses."""
+    errors: Mapping[int, Any] = field(default_factory=dict)
+    """By status, where it is not `error`."""
     names_model: bool = False
     """Whether it is about a model that the client names."""
     generates: bool = False

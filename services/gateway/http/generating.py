@@ -57,6 +57,12 @@ class Generating:
         async with self._connections.arriving():
             return await request.read()
 
+    async def count(self, request: web.Request, asked: Asked) -> int:
+        """The number of tokens in the prompt."""
+        record = self._models.record(request, asked.model)
+        lingo = await self._models.lingo(record)
+        return sum(map(len, await self._prompts.read(asked, record, lingo)))
+
     async def answer(
         self, request: web.Request, asked: Asked, encoder_of: EncoderOf
     ) -> web.StreamResponse:

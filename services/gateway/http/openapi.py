@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from services.gateway.answer_bodies import ErrorAnswer
 from services.gateway.http.call import SESSION, Call
 from services.gateway.idempotency import KEY, LAST
 from services.gateway.unsupported import SILENT, Unsupported
@@ -18,6 +17,8 @@ from shared.version import __version__
 PATH = "/openapi.json"
 _AT = "#/components/schemas/{name}"
 _Json = dict[str, Any]
+_Refs = Mapping[Any, _Json]
+"""The schema of each type."""
 _IN_PATH = re.compile(r"{(\w+)(?::[^}]*)?}")
 _ALWAYS = (403, 421, 429, 500, 503)
 _WITH_KEY = (401,)
@@ -65,15 +66,17 @@ _PARAMETERS: _Json = {
 def document(calls: Iterable[Call], open_paths: Iterable[str]) -> _Json:
     """`open_paths`: those that need no key."""
     calls = list(calls)
-    kinds = [kind for call in calls for kind in _kinds(call)] + [ErrorAnswer]
-    _, schemas = msgspec.json.schema_components(kinds, ref_template=_AT)
+    kinds = [kind for call in calls for kind in _kinds(call)]
+    refs, schemas = msgspec.json.schema_components(kinds, ref_template=_AT)
+    ref = dict(zip(kinds, refs, strict=True))
+    ref |= {str: {"type": "string"}, dict: {"type": "object"}}
     for call in calls:
         for body in (call.body, call.form):
             if body is not None:
                 _drop_what_is_refused(schemas[body.__name__], body)
     paths: dict[str, _Json] = {}
     for call in calls:
-        operation = _operation(call, needs_key=call.path not in open_paths)
+        operation = _operation(call, ref, needs_key=call.path not in open_paths)
         paths.setdefault(_IN_PATH.sub(r"{\1}", call.path), {})[call.method.lower()] = operation
     return {
         "openapi": "3.1.0",
@@ -87,13 +90,16 @@ def document(calls: Iterable[Call], open_paths: Iterable[str]) -> _Json:
         "components": {
             "schemas": schemas,
             "headers": _HEADERS,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer"},
+                "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+            },
         },
     }
 
 
-def _kinds(call: Call) -> list[type]:
-    found = (call.body, call.form, call.events, call.answer, *call.errors.values())
+def _kinds(call: Call) -> list[Any]:
+    found = (call.body, call.form, call.events, call.answer, call.error, *call.errors.values())
     return [kind for kind in found if kind not in (None, str, dict)]
 
 
@@ -105,22 +111,25 @@ def _drop_what_is_refused(schema: _Json, body: type) -> None:
         schema["properties"][field.name] = {"enum": [None, *SILENT.get(field.name, ())]}
 
 
-def _operation(call: Call, *, needs_key: bool) -> _Json:
+def _operation(call: Call, ref: _Refs, *, needs_key: bool) -> _Json:
     operation: _Json = {
         "operationId": call.name,
         "summary": call.summary,
         "parameters": _parameters(call),
         "responses": {
-            "200": _answer(call),
-            **{str(status): _error(call, status) for status in sorted(_statuses(call, needs_key))},
+            "200": _answer(call, ref),
+            **{
+                str(status): _error(status, ref[call.errors.get(status, call.error)])
+                for status in sorted(_statuses(call, needs_key))
+            },
         },
         # The gateway may have no keys, so the empty requirement is fulfilled too.
-        "security": [{"key": []}, {}] if needs_key else [],
+        "security": [{"key": []}, {"x-api-key": []}, {}] if needs_key else [],
     }
     if call.body is not None:
-        content = {"application/json": {"schema": _ref(call.body)}}
+        content = {"application/json": {"schema": ref[call.body]}}
         if call.form is not None:
-            content["multipart/form-data"] = {"schema": _ref(call.form)}
+            content["multipart/form-data"] = {"schema": ref[call.form]}
         operation["requestBody"] = {"required": True, "content": content}
     return operation
 
@@ -162,33 +171,27 @@ def _statuses(call: Call, needs_key: bool) -> set[int]:
     return found
 
 
-def _answer(call: Call) -> _Json:
-    if call.answer is str:
-        content: _Json = {"text/plain": {"schema": {"type": "string"}}}
-    else:
-        content = {"application/json": {"schema": _ref(call.answer)}}
+def _answer(call: Call, ref: _Refs) -> _Json:
+    kind = "text/plain" if call.answer is str else "application/json"
+    content: _Json = {kind: {"schema": ref[call.answer]}}
     description = HTTPStatus.OK.phrase
     if call.events is not None:
-        content["text/event-stream"] = {"schema": _ref(call.events)}
+        content["text/event-stream"] = {"schema": {"anyOf": [ref[call.events], ref[call.error]]}}
         description = "With `stream`, events, each with JSON of the schema as its `data`"
     return {"description": description, "headers": _headers(), "content": content}
 
 
-def _error(call: Call, status: int) -> _Json:
+def _error(status: int, schema: _Json) -> _Json:
     extra = {401: ["WWW-Authenticate"], 429: ["Retry-After"], 503: ["Retry-After"]}
     return {
         "description": _SAYS[status],
         "headers": _headers(*extra.get(status, ())),
-        "content": {"application/json": {"schema": _ref(call.errors.get(status, ErrorAnswer))}},
+        "content": {"application/json": {"schema": schema}},
     }
 
 
 def _headers(*more: str) -> _Json:
     return {name: {"$ref": f"#/components/headers/{name}"} for name in ("X-Request-ID", *more)}
-
-
-def _ref(kind: Any) -> _Json:
-    return {"type": "object"} if kind is dict else {"$ref": _AT.format(name=kind.__name__)}
 
 
 class Described:

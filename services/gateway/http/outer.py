@@ -10,8 +10,10 @@ from services.gateway.api_error import ApiError, of_error
 from services.gateway.browsers import browsers
 from services.gateway.connections import Connections
 from services.gateway.core.callers import Caller
+from services.gateway.credential import credential
 from services.gateway.http import openapi, sending
 from services.gateway.keyring import Keyring
+from services.gateway.messages.errors import error_body
 from services.gateway.metrics import Metrics
 from shared.clock import wall_ns
 from shared.config import GatewayConfig
@@ -58,22 +60,22 @@ class Outer:
             if _is_preflight(request):
                 return web.Response(status=204, headers=self._browsers.preflight(request.headers))
             if request.path not in OPEN:
-                given = request.headers.get("Authorization", "")
+                given = credential(request.headers)
                 request[CALLER] = self._keyring.caller(given, wall_ns())
             response = await handler(request)
         except ApiError as error:
-            response = _error_response(error)
+            response = _error_response(request, error)
         except web.HTTPException as error:
-            response = _error_response(_of_http(request, error))
+            response = _error_response(request, _of_http(request, error))
             if "Allow" in error.headers:
                 response.headers["Allow"] = error.headers["Allow"]
         except web.RequestPayloadError as error:
-            response = _error_response(ApiError(400, f"the body cannot be read: {error}"))
+            response = _error_response(request, ApiError(400, f"the body cannot be read: {error}"))
         except LambdaScaleError as error:
-            response = _error_response(of_error(error))
+            response = _error_response(request, of_error(error))
         except Exception:  # the supervised boundary of all handlers
             self._log.exception("request failed", path=request.path, request=request[ID])
-            response = _error_response(ApiError(500, sending.FAILED))
+            response = _error_response(request, ApiError(500, sending.FAILED))
         resource = request.match_info.route.resource
         route = resource.canonical if resource else "none"
         self._metrics.responses.labels(route, str(response.status)).inc()
@@ -83,6 +85,8 @@ class Outer:
 async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
     if ID in request:
         response.headers["X-Request-ID"] = request[ID]
+        if _is_message(request):
+            response.headers["request-id"] = request[ID]
     response.headers.update(request.get(_FOR_PAGE, {}))
 
 
@@ -94,13 +98,19 @@ def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:
     return ApiError(error.status, error.reason)
 
 
-def _error_response(error: ApiError) -> web.Response:
-    response = web.Response(status=error.status, body=error.body, content_type="application/json")
+def _error_response(request: web.Request, error: ApiError) -> web.Response:
+    body = error_body(error, request[ID]) if _is_message(request) else error.body
+    response = web.Response(status=error.status, body=body, content_type="application/json")
     if error.retry_after is not None:
         response.headers["Retry-After"] = str(error.retry_after)
     if error.status == 401:
         response.headers["WWW-Authenticate"] = "Bearer"
     return response
+
+
+def _is_message(request: web.Request) -> bool:
+    """Whether it is of Anthropic's API."""
+    return request.path == "/v1/messages" or request.path.startswith("/v1/messages/")
 
 
 def _is_preflight(request: web.Request) -> bool:

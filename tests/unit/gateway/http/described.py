@@ -77,8 +77,6 @@ class Described:
         return None
 
     def _hold(self, value: object, schema: dict[str, Any]) -> None:
-        if isinstance(value, dict) and "error" in value and "choices" not in value:
-            schema = {"$ref": "#/components/schemas/ErrorAnswer"}  # which may end a stream
         whole = {**schema, "components": self.document["components"]}
         jsonschema.Draft202012Validator(whole).validate(value)
 
