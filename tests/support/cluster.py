@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.credentials import User
+from services.local.nats_servers import Place
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
@@ -201,6 +202,7 @@ async def running(
     apart: bool = True,
     standbys: int = 0,
     gateways: int = 1,
+    places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
         directory=directory,
@@ -216,6 +218,7 @@ async def running(
         apart=apart,
         standbys=standbys,
         gateways=gateways,
+        places=places or {},
     )
     cluster = Cluster(spec)
     await cluster.start()

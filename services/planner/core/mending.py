@@ -18,7 +18,7 @@ from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
 from services.planner.core.tickets import Ticket
 from services.planner.core.tiers import shares
-from shared.errors import LambdaScaleError, PlanError
+from shared.errors import DigestMismatch, LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import MEMORY
 from shared.messages.scaling import PullFailed, Repair, Transfer
@@ -63,7 +63,7 @@ class Mending(EventBase):
             f"node {node} {taken.get(node, 'is gone')}"
             for node in sorted(gone & self._participants())
         ]
-        whys += [f"{f.node} did not get block {f.block} from {f.source}" for f in failures]
+        whys += [_why(failure) for failure in failures]
         if not whys:
             self._out |= gone - set(self.record.targets)
             return
@@ -288,3 +288,8 @@ class Mending(EventBase):
     def _sends_of(self, nodes: Collection[NodeId]) -> int:
         """How many transfers from these nodes are still to come."""
         return sum(t.src in nodes for t in self._to_come())
+
+
+def _why(failure: PullFailed) -> str:
+    got = "got wrong bytes of" if failure.code == DigestMismatch.code else "did not get"
+    return f"{failure.node} {got} block {failure.block} from {failure.source}"
