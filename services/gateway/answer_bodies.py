@@ -64,11 +64,16 @@ class PromptTokensDetails(msgspec.Struct):
     cached_tokens: int
 
 
+class CompletionTokensDetails(msgspec.Struct):
+    reasoning_tokens: int
+
+
 class Usage(msgspec.Struct):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 # --- classification ----------------------------------------------------------------
@@ -137,10 +142,27 @@ class ChatLogprobs(msgspec.Struct):
     refusal: None
 
 
-class AnswerMessage(msgspec.Struct):
-    role: str
+class AnsweredFunction(msgspec.Struct):
+    name: str
+    arguments: str
+    """The text of a JSON object, possibly cut off where the answer is."""
+
+
+class AnsweredCall(msgspec.Struct, kw_only=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: AnsweredFunction
+
+
+class AnswerMessage(msgspec.Struct, kw_only=True):
+    role: str = "assistant"
     content: str | None
-    refusal: None
+    """Null if there is none beside calls or thoughts."""
+    refusal: None = None
+    tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
+    """The same as `reasoning_content`."""
 
 
 class ChatChoice(msgspec.Struct):
@@ -161,9 +183,26 @@ class Chat(msgspec.Struct):
     usage: Usage
 
 
+class FunctionDelta(msgspec.Struct):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str = ""
+
+
+class CallDelta(msgspec.Struct):
+    """The first of a call has its id, type and name; the others have more of its arguments."""
+
+    index: int
+    function: FunctionDelta
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: str | msgspec.UnsetType = msgspec.UNSET
+
+
 class MessageDelta(msgspec.Struct):
     role: str | msgspec.UnsetType = msgspec.UNSET
-    content: str | msgspec.UnsetType = msgspec.UNSET
+    content: str | msgspec.UnsetType | None = msgspec.UNSET
+    tool_calls: list[CallDelta] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChunkChoice(msgspec.Struct):

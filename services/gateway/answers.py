@@ -12,6 +12,8 @@ from services.gateway.asked import Asked
 from services.gateway.choices import CONTEXT, Choice
 from services.gateway.encoder import WAITING
 from services.gateway.generation import Delta, Generation
+from services.gateway.replies.messages import delta_of, message_of
+from services.gateway.replies.parts import Part, Reply, Said, said
 from services.gateway.text import Offsets, TextCodec
 from shared.messages.serving import Logprobs
 
@@ -64,11 +66,11 @@ class Answers:
 
     # --- whole ---------------------------------------------------------------
 
-    def whole(self, texts: Sequence[Sequence[str]]) -> bytes:
-        """A whole answer. `texts` are the parts of each choice."""
+    def whole(self, replies: Sequence[Reply]) -> bytes:
+        """A whole answer, with the reply of each choice."""
         choices = [
-            self._choice(choice, "".join((choice.echo, *parts)))
-            for choice, parts in zip(self._generation.choices, texts, strict=True)
+            self._choice(choice, reply)
+            for choice, reply in zip(self._generation.choices, replies, strict=True)
         ]
         usage = self._generation.usage()
         return _encode({**self._common, "choices": choices, "usage": usage})
@@ -78,10 +80,10 @@ class Answers:
         """Whether a whole answer has a line for every token, and takes long to write."""
         return self._asked.logprobs
 
-    def _choice(self, choice: Choice, text: str) -> dict[str, object]:
-        body: dict[str, object] = {"text": text}
+    def _choice(self, choice: Choice, reply: Reply) -> dict[str, object]:
+        body: dict[str, object] = {"text": choice.echo + reply.content}
         if self._chat:
-            body = {"message": {"role": "assistant", "content": text, "refusal": None}}
+            body = {"message": message_of(reply)}
         echoed, scores = self._prompt(choice) if self._echoes else ((), ())
         return {
             "index": choice.index,
@@ -153,15 +155,18 @@ class Answers:
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         parts: list[bytes] = []
-        for choice, text, token, logprobs, finish, generated in deltas:
-            tail = self._tail(generated)
+        for delta in deltas:
+            choice, told, token, logprobs, finish, *_ = delta
+            tail = self._tail(delta)
             if (self._chat or self._echoes) and choice.index not in self._begun:
                 self._begun.add(choice.index)
                 parts += (self._opening(choice), tail)
             if self._by_token and token is not None:
-                parts += (self._event_of_token(choice, text, token, logprobs), tail)
-            elif text:
-                parts += (self._before[choice.index], _encode(text), self._after, tail)
+                parts += (self._event_of_token(choice, told, token, logprobs), tail)
+            elif len(told) == 1 and isinstance(told[0], Said):
+                parts += (self._before[choice.index], _encode(told[0].text), self._after, tail)
+            elif told:
+                parts += (self._event(choice, {"delta": delta_of(told)}), tail)
             if finish:
                 body: dict[str, object] = {"delta": {}} if self._chat else {"text": ""}
                 parts += (self._event(choice, body, finish=finish), tail)
@@ -169,14 +174,17 @@ class Answers:
 
     def _opening(self, choice: Choice) -> bytes:
         if self._chat:
-            return self._event(choice, {"delta": {"role": "assistant", "content": ""}})
+            content = "" if choice.plain else None
+            return self._event(choice, {"delta": {"role": "assistant", "content": content}})
         found = self._logprobs(choice, *self._prompt(choice))
         return self._event(choice, {"text": choice.echo}, found)
 
     def _event_of_token(
-        self, choice: Choice, text: str, token: int, logprobs: Logprobs | None
+        self, choice: Choice, told: Sequence[Part], token: int, logprobs: Logprobs | None
     ) -> bytes:
-        body: dict[str, object] = {"delta": {"content": text}} if self._chat else {"text": text}
+        body: dict[str, object] = {"text": said(told)}
+        if self._chat:
+            body = {"delta": delta_of(told)}
         if self._asked.token_ids:
             body["token_ids"] = [token]
         found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
@@ -192,9 +200,9 @@ class Answers:
         event = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
         return self._head + _encode(event)
 
-    def _tail(self, generated: int) -> bytes:
+    def _tail(self, delta: Delta) -> bytes:
         if self._asked.usage_in_chunks:
-            return b'],"usage":' + _encode(self._generation.usage(generated)) + b"}\n\n"
+            return b'],"usage":' + _encode(self._generation.usage(delta)) + b"}\n\n"
         return b'],"usage":null}\n\n' if self._asked.usage_at_end else b"]}\n\n"
 
     @staticmethod

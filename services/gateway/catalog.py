@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.asked import model_defaults
+from services.gateway.replies.reading import THOUGHT
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
 from shared.chat_template import CHAT_TEMPLATE, template_source
@@ -34,6 +35,8 @@ class Lingo:
     """Run by a ConfinedPool only, as `tool_template`."""
     tool_template: Template | None
     """For chats with tools, if the model has a template of its own for them."""
+    thinks: bool
+    """Whether replies may begin with thoughts."""
     eos: tuple[int, ...]
     """Ids that end a completion."""
     vocab_size: int
@@ -148,6 +151,8 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         codec=codec,
         template=template,
         tool_template=tool_template,
+        thinks=codec.token_id(THOUGHT) is not None
+        or any(source and THOUGHT in source for source in sources),
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
         defaults=model_defaults(generation),

@@ -1,7 +1,8 @@
 """The choices of one call: what each asks of the model, and its text as it grows."""
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from hashlib import sha256
 
 import msgspec
 
@@ -10,6 +11,9 @@ from services.gateway.asked import Asked
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.core.requests import Request
+from services.gateway.prompts import Read
+from services.gateway.replies.parts import Part, Said
+from services.gateway.replies.reading import Form, ReplyReader
 from services.gateway.text import DecodeStream, Stops, StopStrings, TextStream
 from shared.clock import now
 from shared.errors import BadInput
@@ -28,16 +32,17 @@ class Choice:
         request: Request,
         decode: TextStream,
         stops: StopStrings,
+        reader: ReplyReader | None = None,
         *,
         prompt: int = 0,
         echo: str = "",
         min_tokens: int = 0,
         silent: bool = False,
     ) -> None:
-        """`prompt`: the number of its prompt in the call. `echo` goes before the generated text.
-        Stop strings are not looked for in the text of the first `min_tokens` tokens. `silent`:
-        nothing is to be generated. One token shows that the prompt ran, but nobody is told of
-        it."""
+        """`reader`: finds what a chat's text consists of; None: all of it is content. `prompt`: the
+        number of its prompt in the call. `echo` goes before the generated text. Stop strings are
+        not looked for in the text of the first `min_tokens` tokens. `silent`: nothing is to be
+        generated. One token shows that the prompt ran, but nobody is told of it."""
         self.index = index
         self.prompt = prompt
         self.request = request
@@ -51,8 +56,13 @@ class Choice:
         self.cached: int | None = None
         """Prompt tokens that were cached where it began. None: not known before its first token."""
         self.first_at = 0.0
+        self.reasoning_tokens = 0
+        """How many of its tokens are thoughts."""
         self._decode = decode
         self._stops = stops
+        self._reader = reader
+        self.plain = reader is None
+        """Whether its text is content and nothing else."""
         self._min_tokens = min_tokens
         self._silent = silent
 
@@ -79,12 +89,11 @@ class Choice:
             waiting_since=now(),
         )
 
-    def push(self, token: int, finish: str, logprobs: Logprobs | None) -> str:
-        """Takes a token and returns the text that became certain. Sets `finish` with the last
-        token."""
+    def push(self, token: int, finish: str, logprobs: Logprobs | None) -> Sequence[Part]:
+        """Takes a token and returns what became certain. Sets `finish` with the last token."""
         if self._silent:
             self.finish = "length"
-            return ""
+            return ()
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
@@ -99,20 +108,34 @@ class Choice:
         elif finish:
             self.finish = finish
             text += self._stops.flush()
-        return text
+        return self._read(text)
+
+    def _read(self, text: str) -> Sequence[Part]:
+        reader = self._reader
+        if reader is None:
+            return (Said(text),) if text else ()
+        before = reader.thinking
+        parts = reader.push(text)
+        self.reasoning_tokens += before and reader.thinking
+        if self.finish:
+            parts += reader.flush()
+            if self.finish == "stop" and reader.calls:
+                self.finish = "tool_calls"
+        return parts
 
 
 def choices_of(
     asked: Asked,
     record: ModelRecord,
     lingo: Lingo,
-    prompts: list[list[int]],
+    read: Read,
     call: str,
     seed: int | None = None,
 ) -> list[Choice]:
     """One choice for every prompt and each of its `n` completions, in the API's order. `call` is
     the id of the API call. `seed`: from which all choices have theirs, if the client gives none;
     None: random seeds."""
+    prompts, form = read
     scored = asked.echo and asked.logprobs
     _check_size(asked, prompts, scored)
     most = _most_generated(asked, len(prompts) * asked.n, record.context_length)
@@ -121,6 +144,8 @@ def choices_of(
     rules = _rules_for(asked, lingo, defaults.pop("repetition_penalty", None))
     whole = msgspec.structs.replace(asked.sampling, **_of_sampling(defaults))
     stops = Stops(asked.stops)
+    shown = lingo.codec.special_ids(form.markers)
+    names = secrets.randbits(63) if seed is None else seed
     choices = []
     for number, prompt in enumerate(prompts):
         limit = min(_limit(asked, len(prompt), record.context_length), most)
@@ -149,8 +174,9 @@ def choices_of(
                 Choice(
                     number * asked.n + i,
                     request,
-                    DecodeStream(lingo.codec, () if asked.chat else prompt[-CONTEXT:]),
+                    DecodeStream(lingo.codec, () if asked.chat else prompt[-CONTEXT:], shown),
                     StopStrings(stops),
+                    _reader(form, f"{names} {number * asked.n + i}"),
                     prompt=number,
                     echo=_echo(asked, number, lingo),
                     min_tokens=asked.rules.min_tokens,
@@ -158,6 +184,18 @@ def choices_of(
                 )
             )
     return choices
+
+
+def _reader(form: Form, name: str) -> ReplyReader | None:
+    """`name`: of the choice. The ids of its calls are made of it, so that an answer that is
+    generated again, elsewhere, has the same."""
+    if form.plain:
+        return None
+
+    def new_id(number: int) -> str:
+        return form.call_id(sha256(f"{name} {number}".encode()).digest())
+
+    return ReplyReader(form, new_id)
 
 
 def _check_size(asked: Asked, prompts: list[list[int]], scored: bool) -> None:

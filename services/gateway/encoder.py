@@ -5,6 +5,7 @@ from typing import Protocol
 
 from services.gateway.api_error import ApiError
 from services.gateway.generation import Delta
+from services.gateway.replies.parts import Reply
 
 WAITING = b": waiting\n\n"
 """An SSE comment: clients ignore it, and proxies see that the connection lives."""
@@ -37,5 +38,5 @@ class Encoder(StreamEncoder, Protocol):
     def long(self) -> bool:
         """Whether a whole answer takes long to write."""
 
-    def whole(self, texts: Sequence[Sequence[str]]) -> bytes:
-        """A whole answer. `texts` are the parts of each choice."""
+    def whole(self, replies: Sequence[Reply]) -> bytes:
+        """A whole answer, with the reply of each choice."""

@@ -1,17 +1,18 @@
 """From tokens to what a client reads: one call, until all its choices have ended."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
 from typing import NamedTuple, Self
 
-from services.gateway.answer_bodies import PromptTokensDetails, Usage
+from services.gateway.answer_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End, Piece, Scored
 from services.gateway.frontend import Frontend
 from services.gateway.metrics import Metrics
+from services.gateway.replies.parts import Part
 from shared import telemetry
 from shared.clock import now, wall_ns
 from shared.errors import LambdaScaleError
@@ -20,10 +21,10 @@ from shared.messages.serving import Logprobs
 
 
 class Delta(NamedTuple):
-    """One token, and the text that became certain with it."""
+    """One token, and what became certain with it."""
 
     choice: Choice
-    text: str
+    parts: Sequence[Part]
     token: int | None
     """None if the choice is silent and has ended."""
     logprobs: Logprobs | None
@@ -31,6 +32,8 @@ class Delta(NamedTuple):
     """Why the choice ends with this token; None if it goes on."""
     generated: int
     """Number of tokens of all choices, up to this one."""
+    reasoning: int
+    """How many of them are thoughts."""
 
 
 class Generation:
@@ -62,6 +65,8 @@ class Generation:
         client."""
         self.generated = 0
         """Number of tokens of all choices."""
+        self.reasoning = 0
+        """How many of them are thoughts."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -165,15 +170,15 @@ class Generation:
         """Whether prompts have log probabilities."""
         return self.choices[0].request.score_from > 0
 
-    def usage(self, generated: int | None = None) -> Usage:
-        """Token counts. `generated`: for the moment when this many tokens were generated; None:
-        now."""
-        completion = self.generated if generated is None else generated
+    def usage(self, at: Delta | None = None) -> Usage:
+        """Token counts. `at`: for the moment when this came; None: now."""
+        completion, reasoning = (at or self).generated, (at or self).reasoning
         return Usage(
             prompt_tokens=self.prompt_tokens,
             completion_tokens=completion,
             total_tokens=self.prompt_tokens + completion,
             prompt_tokens_details=PromptTokensDetails(self._cached_tokens()),
+            completion_tokens_details=CompletionTokensDetails(reasoning),
         )
 
     def _cached_tokens(self) -> int:
@@ -192,11 +197,13 @@ class Generation:
         if choice.cached is None:
             choice.cached = cached
         before = len(choice.tokens)
-        text = choice.push(token, finish, logprobs)
+        thoughts = choice.reasoning_tokens
+        parts = choice.push(token, finish, logprobs)
         self.generated += len(choice.tokens) - before
+        self.reasoning += choice.reasoning_tokens - thoughts
         self.open -= choice.finish is not None
         told = token if choice.tokens else None
-        return Delta(choice, text, told, logprobs, choice.finish, self.generated)
+        return Delta(choice, parts, told, logprobs, choice.finish, self.generated, self.reasoning)
 
     def _measure(self, choice: Choice) -> None:
         name, count = self.record.name, len(choice.tokens)

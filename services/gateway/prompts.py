@@ -3,7 +3,7 @@ work: prompts are counted, then their characters, and only then are they read, o
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -12,6 +12,7 @@ from services.gateway.asked import Asked, Prompt
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.history import Dialogue
+from services.gateway.replies.reading import THINK, THOUGHT, Form
 from shared.chat_template import developer_role
 from shared.confined.jobs import Job, Learn, Refused, Render, Template
 from shared.confined.pool import ConfinedPool
@@ -25,14 +26,23 @@ MAX_MANNERS = 1024
 """The number of templates whose manner is remembered."""
 
 
+class Read(NamedTuple):
+    """What a request's prompts are to the model."""
+
+    prompts: list[list[int]]
+    """The token ids of each."""
+    form: Form
+    """How the replies are read."""
+
+
 class PromptReader:
     def __init__(self, pool: ConfinedPool) -> None:
         self._pool = pool
         self._manners: dict[str, Manner] = {}
         """What templates do with tools, by their source."""
 
-    async def read(self, asked: Asked, record: ModelRecord, lingo: Lingo) -> list[list[int]]:
-        """The token ids of every prompt. ApiError 400 names what is too much, or has no tokens;
+    async def read(self, asked: Asked, record: ModelRecord, lingo: Lingo) -> Read:
+        """Every prompt. ApiError 400 names what is too much, or has no tokens;
         503: the model's chat template cannot be read. CapacityExceeded."""
         try:
             admission.check_choices(len(asked.prompts), asked.n)
@@ -42,8 +52,8 @@ class PromptReader:
 
     async def tokens(
         self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, *, special: bool = True
-    ) -> list[list[int]]:
-        """The token ids of prompts of one kind. `special`: whether a bare prompt begins as the
+    ) -> Read:
+        """Prompts of one kind. `special`: whether a bare prompt begins as the
         model wants it. Errors as of `read`."""
         field = "messages" if isinstance(prompts[0], Dialogue) else "prompt"
         try:
@@ -51,7 +61,7 @@ class PromptReader:
         except admission.TooLong as error:
             code = "context_length_exceeded"
             raise ApiError(400, str(error), param=field, code=code) from error
-        for ids in found:
+        for ids in found.prompts:
             if not ids:
                 invalid(field, "has no tokens")
             if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
@@ -60,14 +70,16 @@ class PromptReader:
 
     async def _tokens(
         self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, special: bool
+    ) -> Read:
+        if isinstance(dialogue := prompts[0], Dialogue):
+            text = await self._render(dialogue, record, lingo)
+            ids = await lingo.codec.encode_chats([text], record.context_length)
+            return Read(ids, _form(text, dialogue, lingo))
+        return Read(await self._encode(prompts, record, lingo, special), Form())
+
+    async def _encode(
+        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, special: bool
     ) -> list[list[int]]:
-        if isinstance(prompts[0], Dialogue):
-            rendered = [
-                await self._render(prompt, record, lingo)
-                for prompt in prompts
-                if isinstance(prompt, Dialogue)
-            ]
-            return await lingo.codec.encode_chats(rendered, record.context_length)
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             admission.check_chars(len(text), lingo.codec.longest, record.context_length)
@@ -123,6 +135,14 @@ class PromptReader:
             message = f"model {record.name!r} can't be served now: {outcome.why}"
             raise ApiError(503, message, code=ModelError.code, retry_after=1)
         return outcome.text
+
+
+def _form(prompt: str, dialogue: Dialogue, lingo: Lingo) -> Form:
+    """How the reply to a chat can be read."""
+    if not lingo.thinks or not dialogue.add_generation_prompt:
+        return Form()
+    end = prompt.rstrip()
+    return Form(thinks=not end.endswith((THINK, THOUGHT)), thinking=end.endswith(THINK))
 
 
 def _check_manner(dialogue: Dialogue, manner: Manner, record: ModelRecord) -> None:

@@ -113,9 +113,17 @@ class TextCodec:
         """How a prompt writes a special token; None for other tokens."""
         return self._special.get(token)
 
-    def decode(self, ids: list[int]) -> str:
-        """The text, without special tokens."""
-        return self._tokenizer.decode(ids, skip_special_tokens=True)
+    def special_ids(self, texts: Iterable[str]) -> frozenset[int]:
+        """The special tokens that are written like this."""
+        found = {self.token_id(text) for text in texts}
+        return frozenset(token for token in found if token in self._special)
+
+    def decode(self, ids: list[int], shown: frozenset[int] = frozenset()) -> str:
+        """The text, without special tokens other than those to be shown."""
+        if not shown:
+            return self._tokenizer.decode(ids, skip_special_tokens=True)
+        left = [token for token in ids if token in shown or token not in self._special]
+        return self._tokenizer.decode(left, skip_special_tokens=False)
 
 
 class TextStream(Protocol):
@@ -137,17 +145,24 @@ class DecodeStream:
     cannot be completed any more comes out.
     """
 
-    def __init__(self, codec: TextCodec, context: Iterable[int] = ()) -> None:
+    def __init__(
+        self,
+        codec: TextCodec,
+        context: Iterable[int] = (),
+        shown: frozenset[int] = frozenset(),
+    ) -> None:
+        """`shown`: special tokens that are text."""
         self._codec = codec
+        self._shown = shown
         self._window = list(context)
         self._clean = len(self._window)
         """How many tokens of the window have their whole text out."""
-        self._sent = len(codec.decode(self._window)) if self._window else 0
+        self._sent = len(self._decoded()) if self._window else 0
         """How many characters of the window's text are out."""
 
     def step(self, token: int) -> str:
         self._window.append(token)
-        text = self._codec.decode(self._window)
+        text = self._decoded()
         end = len(text)
         if text.endswith(_REPLACEMENT):
             if len(self._window) - self._clean < _UTF8_LONGEST:
@@ -163,12 +178,15 @@ class DecodeStream:
 
     def flush(self) -> str:
         """The rest of the text, when no token follows."""
-        return self._codec.decode(self._window)[self._sent :] if self._window else ""
+        return self._decoded()[self._sent :] if self._window else ""
+
+    def _decoded(self) -> str:
+        return self._codec.decode(self._window, self._shown)
 
     def _shift(self, start: int, held: int) -> None:
         if start:
             del self._window[:start]
-            self._sent = len(self._codec.decode(self._window)) - held
+            self._sent = len(self._decoded()) - held
         self._clean = 0 if held else len(self._window)
 
 

@@ -38,9 +38,10 @@ async def tokenized(
     body: TokenizeBody, record: ModelRecord, lingo: Lingo, prompts: PromptReader
 ) -> TokenizeAnswer:
     """ApiError 400 names the field that does not fit."""
-    (tokens,) = await prompts.tokens(
+    read = await prompts.tokens(
         (_prompt(body),), record, lingo, special=body.add_special_tokens is not False
     )
+    (tokens,) = read.prompts
     texts = [lingo.codec.token_text(token) for token in tokens] if body.return_token_strs else None
     return TokenizeAnswer(len(tokens), record.context_length, tokens, texts)
 

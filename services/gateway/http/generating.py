@@ -61,7 +61,8 @@ class Generating:
         """The number of tokens in the prompt."""
         record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
-        return sum(map(len, await self._prompts.read(asked, record, lingo)))
+        read = await self._prompts.read(asked, record, lingo)
+        return sum(map(len, read.prompts))
 
     async def answer(
         self, request: web.Request, asked: Asked, encoder_of: EncoderOf
@@ -70,12 +71,12 @@ class Generating:
             asked = msgspec.structs.replace(asked, session=session)
         record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
-        prompts = await self._prompts.read(asked, record, lingo)
+        read = await self._prompts.read(asked, record, lingo)
         key = key_of(request.headers, request.path, await request.read())
         seed = None if key is None else key.seed
-        choices = choices_of(asked, record, lingo, prompts, request[ID], seed)
+        choices = choices_of(asked, record, lingo, read, request[ID], seed)
         await self._check_grammar(asked)
-        prompt_tokens = sum(len(prompt) for prompt in prompts)
+        prompt_tokens = sum(len(prompt) for prompt in read.prompts)
         trace = request.headers.get("traceparent", "")
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, trace

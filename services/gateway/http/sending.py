@@ -13,6 +13,7 @@ from services.gateway.aside import aside
 from services.gateway.encoder import Encoder, StreamEncoder
 from services.gateway.generation import Delta, Generation
 from services.gateway.keyed_answers import Reader
+from services.gateway.replies.parts import Reply
 
 FAILED = "the gateway failed; its log says why"
 KEEPALIVE_S = 3.0
@@ -26,14 +27,14 @@ def as_json(answer: msgspec.Struct) -> web.Response:
 
 async def whole(source: Generation | Reader, encoder: Encoder) -> web.Response:
     generation = source.generation
-    texts: list[list[str]] = [[] for _ in generation.choices]
+    replies = [Reply() for _ in generation.choices]
     async for deltas in source.deltas(None):
-        for choice, text, *_ in deltas:
-            texts[choice.index].append(text)
+        for choice, parts, *_ in deltas:
+            replies[choice.index].add(parts)
     if encoder.long:  # 10,000 tokens take 0.2 s: streams go on meanwhile
-        data = await aside(encoder.whole, texts)
+        data = await aside(encoder.whole, replies)
     else:
-        data = encoder.whole(texts)
+        data = encoder.whole(replies)
     return web.Response(body=data, content_type="application/json")
 
 

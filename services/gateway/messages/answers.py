@@ -29,6 +29,7 @@ from services.gateway.messages.answer_bodies import (
     TextDelta,
 )
 from services.gateway.messages.errors import error_body
+from services.gateway.replies.parts import Reply, said
 from services.gateway.text import TextCodec
 
 
@@ -48,8 +49,8 @@ class MessagesAnswers:
         self._open = False
         """Whether the last of them has not ended."""
 
-    def whole(self, texts: Sequence[Sequence[str]]) -> bytes:
-        text = "".join(texts[0])
+    def whole(self, replies: Sequence[Reply]) -> bytes:
+        text = replies[0].content
         return msgspec.json.encode(self._message([TextContent(text)] if text else []))
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
@@ -62,12 +63,12 @@ class MessagesAnswers:
             start = self._message([])
             start.stop_reason = start.stop_sequence = None
             events.append(MessageStart(start))
-        if delta.text:
+        if text := said(delta.parts):
             if not self._open:
                 self._open = True
                 self._blocks += 1
                 events.append(ContentBlockStart(self._blocks - 1, TextContent("")))
-            events.append(ContentBlockDelta(self._blocks - 1, TextDelta(delta.text)))
+            events.append(ContentBlockDelta(self._blocks - 1, TextDelta(text)))
         if delta.finish and self._open:
             self._open = False
             events.append(ContentBlockStop(self._blocks - 1))

@@ -26,6 +26,7 @@ async def test_completion(cluster: Cluster, http: aiohttp.ClientSession) -> None
         "completion_tokens": 12,
         "total_tokens": 22,
         "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
     }
     (submit,) = cluster.nodes[1].submits
     assert submit.tokens == (0, *ids_of("say hello"))
