@@ -114,6 +114,7 @@ TOPICS = (
     Topic(subjects.compiled(_ANY), says=NODE, hears=NODE),
     # --- gateways ---
     Topic(subjects.LOAD_GATEWAY, says=GATEWAY, hears=PLANNER | GATEWAY | OPERATOR),
+    Topic(subjects.LOAD_TENANTS, says=GATEWAY, hears=GATEWAY),
     Topic(subjects.gateway_tokens(_GATEWAY_ID), says=NODE, hears=GATEWAY),
     Topic(subjects.gateway_story(_GATEWAY_ID), says=GATEWAY | OPERATOR, hears=GATEWAY),
 )

@@ -49,6 +49,8 @@ ARRIVALS = f"{ROOT}.arrivals"
 
 # --- load ---
 LOAD_GATEWAY = f"{ROOT}.load.gateway"
+LOAD_TENANTS = f"{ROOT}.load.tenants"
+"""GatewayUse, among gateways."""
 
 # --- durable state (JetStream) ---
 KV_LEASES = "ls_leases"

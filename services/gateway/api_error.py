@@ -59,7 +59,7 @@ def of_error(error: LambdaScaleError) -> ApiError:
         case NotFound():
             return ApiError(404, str(error), param="model", code="model_not_found")
         case CapacityExceeded():
-            return ApiError(429, str(error), code="capacity", retry_after=_seconds(error))
+            return ApiError(429, str(error), code=error.code, retry_after=_seconds(error))
         case Conflict():
             return ApiError(409, str(error), code="conflict")
         case BusError():

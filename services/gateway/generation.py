@@ -8,6 +8,7 @@ from typing import NamedTuple, Self
 
 from services.gateway.answer_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
 from services.gateway.api_error import ApiError, of_error
+from services.gateway.books import Tab
 from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End, Piece, Scored
 from services.gateway.frontend import Frontend
@@ -48,6 +49,7 @@ class Generation:
         choices: list[Choice],
         prompt_tokens: int,
         trace: str,
+        tab: Tab,
     ) -> None:
         """`trace`: the client's traceparent, or ""."""
         self.record = record
@@ -56,6 +58,7 @@ class Generation:
         self._frontend = frontend
         self._metrics = metrics
         self._trace = trace
+        self._tab = tab
         self._arrived, self._arrived_ns = now(), wall_ns()
         self._pieces: asyncio.Queue[tuple[Choice, Piece]] = asyncio.Queue()
         self.open = len(choices)
@@ -67,6 +70,8 @@ class Generation:
         """Number of tokens of all choices."""
         self.reasoning = 0
         """How many of them are thoughts."""
+        self._generated_before = 0
+        """How many of them there were when it began here."""
 
     async def __aenter__(self) -> Self:
         try:
@@ -87,13 +92,21 @@ class Generation:
         """Begins the choices that have not ended; `take` is called with what comes of each.
         CapacityExceeded or NotFound as of `Frontend.begin`."""
         begun = [choice for choice in self.choices if choice.finish is None]
-        self._frontend.begin({choice.request: partial(take, choice) for choice in begun})
+        self._generated_before = self.generated
+        most = self.prompt_tokens + sum(choice.request.remaining for choice in begun)
+        self._tab.let_in(len(begun), most)
+        try:
+            self._frontend.begin({choice.request: partial(take, choice) for choice in begun})
+        except LambdaScaleError:
+            self._tab.take_back()
+            raise
         self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
 
     def end(self) -> None:
         """Cancels the choices that have not ended."""
         self._frontend.end(choice.request for choice in self.choices)
         self._metrics.cached_tokens.labels(self.record.name).inc(self._cached_tokens())
+        self._tab.settle(self.prompt_tokens + self.generated - self._generated_before)
         if self.open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
         self._record_span()

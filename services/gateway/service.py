@@ -3,12 +3,13 @@
 import asyncio
 import math
 import random
-from collections.abc import Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from contextlib import suppress
 from typing import Any, ClassVar
 
 from aiohttp import web
 
+from services.gateway.books import Books
 from services.gateway.catalog import Catalog
 from services.gateway.connections import Connections
 from services.gateway.core.dispatch import Dispatch
@@ -111,6 +112,7 @@ class GatewayService(Service):
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
         self._keyring = Keyring(config.api_keys)
+        self._books = Books(bus, lambda: self.id)
         self._confined = ConfinedPool()
         """Where foreign code runs: templates of models, grammars of clients."""
         self._api: Api | None = None
@@ -150,7 +152,10 @@ class GatewayService(Service):
             ("tick", self._tick),
             ("load", self._report),
         ):
-            self.spawn(go_on(step, self.contain, self.log, name), name=name)
+            self._go_on(name, step)
+
+    def _go_on(self, name: str, step: Callable[[], Awaitable[float | None]]) -> None:
+        self.spawn(go_on(step, self.contain, self.log, name), name=name)
 
     @property
     def id(self) -> GatewayId:
@@ -175,7 +180,9 @@ class GatewayService(Service):
         config = self._config
         self.resources.push_async_callback(self._confined.close)
         await self._keyed.open()
-        self.spawn(go_on(self._learn_access, self.contain, self.log, "access"), name="access")
+        self.own(await self._books.open())
+        self._go_on("access", self._learn_access)
+        self._go_on("books", self._books.tell)
         connections = Connections(
             config.max_connections,
             config.max_connections_per_client,
@@ -187,6 +194,7 @@ class GatewayService(Service):
             config,
             connections,
             self._keyring,
+            self._books,
             self._catalog,
             PromptReader(self._confined),
             GrammarChecker(self._confined),

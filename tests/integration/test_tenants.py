@@ -78,3 +78,23 @@ async def test_keys_count_and_end_at_every_gateway_while_they_run(site: Site) ->
     assert left["id"] == "default"
     (key_left,) = (await site.run("key", "ls", "--json")).document
     assert (key_left["state"], key_left["tenant"]) == ("revoked", "acme")
+
+
+async def test_two_gateways_do_not_multiply_a_limit(site: Site) -> None:
+    await site.run("tenant", "add", "acme", "--requests-per-min", "5")
+    key = await site.new_key("--tenant", "acme")
+    await site.everywhere("", lambda status: status == 401)
+    one, other = site.up.urls
+    asked = [await site.ask(one, key) for _ in range(6)]
+    assert [status for status, *_ in asked] == [200] * 5 + [429]
+    _, headers, answer = asked[-1]
+    assert answer["error"]["code"] == "rate_limit_exceeded"
+    assert 1 <= int(headers["Retry-After"]) <= 12
+    left = 5
+    while left > 1:  # what the first gateway let in is on its way to the other
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {key}"}) as http,
+            http.get(f"{other}/v1/models") as response,
+        ):
+            left = int(response.headers["x-ratelimit-remaining-requests"])
+    assert (await site.ask(other, key))[0] == 429 or left == 1

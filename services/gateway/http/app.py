@@ -5,6 +5,7 @@ from collections.abc import Callable
 import structlog
 from aiohttp import web
 
+from services.gateway.books import Books
 from services.gateway.catalog import Catalog
 from services.gateway.connections import Connections
 from services.gateway.frontend import Frontend
@@ -15,7 +16,7 @@ from services.gateway.http.generating import Generating
 from services.gateway.http.messages import Messages
 from services.gateway.http.models import ServedModels
 from services.gateway.http.openapi import Described
-from services.gateway.http.outer import OPEN, Outer, set_headers
+from services.gateway.http.outer import OPEN, Outer
 from services.gateway.http.pages import Pages
 from services.gateway.http.tokens import Tokens
 from services.gateway.keyed_answers import KeyedAnswers
@@ -31,6 +32,7 @@ class Api:
         config: GatewayConfig,
         connections: Connections,
         keyring: Keyring,
+        books: Books,
         catalog: Catalog,
         prompts: PromptReader,
         grammars: GrammarChecker,
@@ -43,16 +45,16 @@ class Api:
     ) -> None:
         """`connected`: whether the control bus is there, or was a moment ago."""
         self._max_body = config.max_body_bytes
-        self._outer = Outer(config, connections, keyring, metrics, log)
+        self._outer = Outer(config, connections, keyring, books, metrics, log)
         self._models = models = ServedModels(catalog, keyring, connected, log)
         self._pages = Pages(models, metrics)
         generating = Generating(
-            connections, models, prompts, grammars, frontend, metrics, keyed, log
+            connections, books, models, prompts, grammars, frontend, metrics, keyed, log
         )
         self._completions = Completions(generating)
         self._messages = Messages(generating)
         self._classification = Classification(
-            config.max_image_bytes, connections, models, frontend, metrics
+            config.max_image_bytes, connections, books, models, frontend, metrics
         )
         self._tokens = Tokens(connections, models, prompts)
 
@@ -62,7 +64,7 @@ class Api:
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer.middleware])
-        app.on_response_prepare.append(set_headers)
+        app.on_response_prepare.append(self._outer.set_headers)
         rooms = (
             self._pages,
             self._models,

@@ -3,13 +3,14 @@
 from aiohttp import web
 
 from services.gateway import answer_bodies, classify
+from services.gateway.books import Books, Tab
 from services.gateway.connections import Connections
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.http import sending
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import ID
+from services.gateway.http.outer import CALLER, ID
 from services.gateway.images import ImageDecoder
 from services.gateway.metrics import Metrics
 
@@ -19,6 +20,7 @@ class Classification:
         self,
         max_image: int,
         connections: Connections,
+        books: Books,
         models: ServedModels,
         frontend: Frontend,
         metrics: Metrics,
@@ -26,6 +28,7 @@ class Classification:
         """`max_image`: the most bytes of a body."""
         self._max_image = max_image
         self._connections = connections
+        self._books = books
         self._models = models
         self._frontend = frontend
         self._metrics = metrics
@@ -58,8 +61,9 @@ class Classification:
         pixels = await self._decoder.pixels(body.image, sight.input)
         choice = classify.choice_of(body, pixels, sight, record, request[ID])
         trace = request.headers.get("traceparent", "")
+        tab = Tab(self._books, request[CALLER])
         generation = Generation(
-            self._frontend, self._metrics, record, [choice], record.context_length, trace
+            self._frontend, self._metrics, record, [choice], record.context_length, trace, tab
         )
         async with generation:
             async for _ in generation.deltas(None):

@@ -9,6 +9,7 @@ from aiohttp import web
 
 from services.gateway.api_error import invalid
 from services.gateway.asked import Asked
+from services.gateway.books import Books, Tab
 from services.gateway.choices import choices_of
 from services.gateway.connections import Connections
 from services.gateway.encoder import Encoder
@@ -19,7 +20,7 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.http import sending
 from services.gateway.http.call import SESSION
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import ID
+from services.gateway.http.outer import CALLER, ID
 from services.gateway.idempotency import Key, key_of, marks_of
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import Metrics
@@ -36,6 +37,7 @@ class Generating:
     def __init__(
         self,
         connections: Connections,
+        books: Books,
         models: ServedModels,
         prompts: PromptReader,
         grammars: GrammarChecker,
@@ -45,6 +47,7 @@ class Generating:
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._connections = connections
+        self._books = books
         self._models = models
         self._prompts = prompts
         self._grammars = grammars
@@ -78,8 +81,9 @@ class Generating:
         await self._check_grammar(asked)
         prompt_tokens = sum(len(prompt) for prompt in read.prompts)
         trace = request.headers.get("traceparent", "")
+        tab = Tab(self._books, request[CALLER])
         generation = Generation(
-            self._frontend, self._metrics, record, choices, prompt_tokens, trace
+            self._frontend, self._metrics, record, choices, prompt_tokens, trace, tab
         )
         codec = lingo.codec
         if key is not None:

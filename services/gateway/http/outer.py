@@ -7,6 +7,7 @@ import structlog
 from aiohttp import web
 
 from services.gateway.api_error import ApiError, of_error
+from services.gateway.books import Books
 from services.gateway.browsers import browsers
 from services.gateway.connections import Connections
 from services.gateway.core.callers import Caller
@@ -37,10 +38,12 @@ class Outer:
         config: GatewayConfig,
         connections: Connections,
         keyring: Keyring,
+        books: Books,
         metrics: Metrics,
         log: structlog.stdlib.BoundLogger,
     ) -> None:
         self._keyring = keyring
+        self._books = books
         self._browsers = browsers(config)
         self._connections = connections
         self._metrics = metrics
@@ -81,13 +84,14 @@ class Outer:
         self._metrics.responses.labels(route, str(response.status)).inc()
         return response
 
-
-async def set_headers(request: web.Request, response: web.StreamResponse) -> None:
-    if ID in request:
-        response.headers["X-Request-ID"] = request[ID]
-        if _is_message(request):
-            response.headers["request-id"] = request[ID]
-    response.headers.update(request.get(_FOR_PAGE, {}))
+    async def set_headers(self, request: web.Request, response: web.StreamResponse) -> None:
+        if ID in request:
+            response.headers["X-Request-ID"] = request[ID]
+            if _is_message(request):
+                response.headers["request-id"] = request[ID]
+        if CALLER in request:
+            response.headers.update(self._books.headers(request[CALLER]))
+        response.headers.update(request.get(_FOR_PAGE, {}))
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:

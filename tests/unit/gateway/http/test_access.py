@@ -7,8 +7,9 @@ from collections.abc import Callable
 import aiohttp
 import msgspec
 
+from shared.config import GatewayConfig
 from shared.ids import KeyId, ModelName, TenantId
-from shared.messages.access import KeyRecord, TenantRecord
+from shared.messages.access import KeyRecord, Limits, TenantRecord
 from tests.unit.gateway.http.builders import ASK, post
 from tests.unit.gateway.support import NAME, Cluster, replica, running
 
@@ -59,3 +60,70 @@ async def test_models_that_a_key_does_not_reach_seem_not_to_be_there() -> None:
             assert hidden[1]["error"]["code"] == missing[1]["error"]["code"] == "model_not_found"
             async with http.get(f"/v1/models/{NAME}", headers=MINE) as response:
                 assert response.status == 404
+
+
+LIMITED = msgspec.structs.replace(ACME, limits=Limits(requests_per_min=2, tokens_per_min=10_000))
+
+
+async def test_who_used_what_may_be_used_is_told_when_to_come_again(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    cluster.access += [LIMITED, KEY]
+    await until(http, lambda status: status == 401)
+    async with http.post("/v1/completions", json=ASK, headers=MINE) as response:
+        assert response.status == 200
+        used = (await response.json())["usage"]["total_tokens"]
+        told = {name.lower(): value for name, value in response.headers.items()}
+    assert told["x-ratelimit-limit-requests"] == "2"
+    assert told["x-ratelimit-remaining-requests"] == "1"
+    assert told["x-ratelimit-reset-requests"] in ("30s", "29.9s")
+    assert told["x-ratelimit-limit-tokens"] == "10000"
+    assert 9_900 < int(told["x-ratelimit-remaining-tokens"]) <= 10_000 - used
+    assert (await post(http, {**ASK, "stream": False}, **MINE))[0] == 200
+    async with http.post("/v1/completions", json=ASK, headers=MINE) as response:
+        error = (await response.json())["error"]
+        assert (response.status, error["code"]) == (429, "rate_limit_exceeded")
+        assert "tenant acme (2 requests a minute)" in error["message"]
+        assert 28 <= int(response.headers["Retry-After"]) <= 30
+        assert response.headers["x-ratelimit-remaining-requests"] == "0"
+
+
+async def test_a_call_counts_as_what_it_may_cost_and_then_as_what_it_cost(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    node = cluster.nodes[1]
+    node.pause_at = 1
+    small = msgspec.structs.replace(ACME, limits=Limits(tokens_per_min=300, concurrency=4))
+    cluster.access += [small, KEY]
+    await until(http, lambda status: status == 401)
+    four = {**ASK, "n": 4, "max_tokens": 50}
+    async with asyncio.TaskGroup() as group:
+        first = group.create_task(post(http, four, **MINE))
+        await node.submitted(4)
+        status, answer = await post(http, {**ASK, "n": 2}, **MINE)
+        assert status == 429
+        assert "300 tokens a minute, this one may use 110" in answer["error"]["message"]
+        status, answer = await post(http, {**ASK, "n": 1, "max_tokens": 1}, **MINE)
+        assert status == 429
+        assert "4 completions at a time, 4 run" in answer["error"]["message"]
+        node.resume.set()
+        status, answer = await first
+    assert (status, answer["usage"]["total_tokens"]) == (200, 10 + 4 * 12)
+    assert (await post(http, {**ASK, "n": 2}, **MINE))[0] == 200
+    status, answer = await post(http, {**ASK, "n": 5}, **MINE)
+    assert status == 400
+    assert "5 completions in one call" in answer["error"]["message"]
+
+
+async def test_a_call_that_the_queue_has_no_room_for_costs_nothing() -> None:
+    config = GatewayConfig(max_queue=0)
+    async with (
+        running(replica(1, slots=1), config=config) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        cluster.nodes[1].pause_at = 0
+        cluster.access += [msgspec.structs.replace(ACME, limits=Limits(requests_per_min=5)), KEY]
+        await until(http, lambda status: status == 401)
+        for _ in range(10):
+            status, answer = await post(http, ASK, **MINE)
+            assert (status, answer["error"]["code"]) == (429, "capacity")

@@ -1,0 +1,99 @@
+"""What callers use: each call is charged when it is let in, and settled when it ends, at this
+gateway and, by what gateways tell each other, at all of them."""
+
+from collections.abc import Callable
+
+from services.gateway.core.callers import Caller
+from services.gateway.core.quotas import Charge, Quotas, Standing
+from shared import subjects
+from shared.bus.base import Bus, On, Subscription
+from shared.clock import now
+from shared.ids import GatewayId
+from shared.messages.quotas import GatewayUse
+
+TELL_S = 0.05
+"""Seconds between reports while use changes."""
+WHOLE = 20
+"""Every so many of them is whole."""
+
+
+class Books:
+    def __init__(self, bus: Bus, own: Callable[[], GatewayId]) -> None:
+        """`own`: this gateway's id, now."""
+        self._bus = bus
+        self._own = own
+        self.quotas = Quotas()
+        self._told = 0
+
+    async def open(self) -> Subscription:
+        """Begins to hear what other gateways say."""
+        return await self._bus.subscribe(subjects.LOAD_TENANTS, On(GatewayUse, self._hear))
+
+    def headers(self, caller: Caller) -> dict[str, str]:
+        """OpenAI's headers: what the caller may use now."""
+        accounts, at = caller.accounts, now()
+        found = {
+            "requests": self.quotas.requests(accounts, at),
+            "tokens": self.quotas.tokens(accounts, at),
+        }
+        return {
+            name: value
+            for kind, standing in found.items()
+            if standing is not None
+            for name, value in _headers(kind, standing)
+        }
+
+    async def tell(self) -> float:
+        """Tells other gateways what is used here. Returns the seconds until the next time."""
+        self._told += 1
+        whole = self._told % WHOLE == 0
+        self.quotas.tick(now())
+        if accounts := self.quotas.report(whole=whole):
+            message = GatewayUse(gateway=self._own(), accounts=accounts, whole=whole)
+            await self._bus.publish(subjects.LOAD_TENANTS, message)
+        return TELL_S
+
+    async def _hear(self, message: GatewayUse) -> None:
+        if message.gateway != self._own():
+            self.quotas.hear(message.gateway, message.accounts, now(), whole=message.whole)
+
+
+class Tab:
+    """What one call is charged."""
+
+    def __init__(self, books: Books, caller: Caller) -> None:
+        self.caller = caller
+        self._books = books
+        self._charge: Charge | None = None
+
+    def let_in(self, sequences: int, tokens: int) -> None:
+        """Charges so many completions, which use at most so many tokens. QuotaExceeded or
+        BadInput."""
+        accounts = self.caller.accounts
+        self._charge = self._books.quotas.admit(accounts, sequences, tokens, now())
+
+    def settle(self, tokens: int) -> None:
+        """The call has ended, and used so many."""
+        if self._charge is not None:
+            self._books.quotas.settle(self._charge, tokens, now())
+
+    def take_back(self) -> None:
+        """Nothing came of the call."""
+        if self._charge is not None:
+            self._books.quotas.take_back(self._charge, now())
+
+
+def _headers(kind: str, standing: Standing) -> list[tuple[str, str]]:
+    return [
+        (f"x-ratelimit-limit-{kind}", str(standing.limit)),
+        (f"x-ratelimit-remaining-{kind}", str(standing.left)),
+        (f"x-ratelimit-reset-{kind}", _duration(standing.full_s)),
+    ]
+
+
+def _duration(seconds: float) -> str:
+    """In the API's notation: 850ms, 4.2s, 1m30.1s."""
+    if seconds < 1:
+        return f"{round(seconds * 1000)}ms"
+    minutes, rest = divmod(round(seconds, 1), 60)
+    return f"{minutes:.0f}m{rest:g}s" if minutes else f"{rest:g}s"
