@@ -1,6 +1,7 @@
 """The OpenAI API's errors."""
 
 import math
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import NoReturn
@@ -74,11 +75,12 @@ def _seconds(error: CapacityExceeded) -> int:
 
 @contextmanager
 def renamed(names: Mapping[str, str]) -> Iterator[None]:
-    """Errors that are raised inside name the fields of another API. `names`: by our names."""
+    """Errors that are raised inside name the fields of another API. `names`: by our names. Where
+    in a field something is wrong is left out: it may lie elsewhere there."""
     try:
         yield
     except ApiError as error:
-        param = names.get(error.param or "")
+        param = names.get(re.split(r"[.\[]", error.param or "")[0])
         if param is None:
             raise
         message = str(error).replace(f"{error.param}: ", f"{param}: ", 1)

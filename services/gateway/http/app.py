@@ -18,6 +18,7 @@ from services.gateway.http.models import ServedModels
 from services.gateway.http.openapi import Described
 from services.gateway.http.outer import OPEN, Outer
 from services.gateway.http.pages import Pages
+from services.gateway.http.responses import Responses
 from services.gateway.http.tokens import Tokens
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
@@ -53,6 +54,7 @@ class Api:
         )
         self._completions = Completions(generating)
         self._messages = Messages(generating)
+        self._responses = Responses(generating)
         self._classification = Classification(
             config.max_image_bytes, connections, books, models, frontend, metrics
         )
@@ -70,6 +72,7 @@ class Api:
             self._models,
             self._completions,
             self._messages,
+            self._responses,
             self._classification,
             self._tokens,
         )

@@ -1,10 +1,10 @@
 """The bodies of the Messages API's answers, and the events of its streams."""
 
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 
-Stop = Literal["end_turn", "max_tokens", "stop_sequence"]
+Stop = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
 
 class _Tagged(msgspec.Struct, tag_field="type"):
@@ -19,6 +19,20 @@ class TextContent(_Tagged, tag="text"):
     citations: None = None
 
 
+class ThinkingContent(_Tagged, tag="thinking"):
+    thinking: str
+    signature: str = ""
+
+
+class ToolUseContent(_Tagged, tag="tool_use"):
+    id: str
+    name: str
+    input: dict[str, Any]
+
+
+Content = TextContent | ThinkingContent | ToolUseContent
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
     """Of the prompt, without those that were cached."""
@@ -31,7 +45,7 @@ class Message(_Tagged, kw_only=True, tag="message"):
     id: str
     role: Literal["assistant"] = "assistant"
     model: str
-    content: list[TextContent]
+    content: list[Content]
     stop_reason: Stop | None
     stop_sequence: str | None
     usage: MessageUsage
@@ -50,29 +64,37 @@ class MessageStart(_Tagged, tag="message_start"):
 
 class ContentBlockStart(_Tagged, tag="content_block_start"):
     index: int
-    content_block: TextContent
+    content_block: Content
 
 
 class TextDelta(_Tagged, tag="text_delta"):
     text: str
 
 
+class ThinkingDelta(_Tagged, tag="thinking_delta"):
+    thinking: str
+
+
+class InputJsonDelta(_Tagged, tag="input_json_delta"):
+    partial_json: str
+
+
 class ContentBlockDelta(_Tagged, tag="content_block_delta"):
     index: int
-    delta: TextDelta
+    delta: TextDelta | ThinkingDelta | InputJsonDelta
 
 
 class ContentBlockStop(_Tagged, tag="content_block_stop"):
     index: int
 
 
-class Ended(msgspec.Struct):
+class StopDelta(msgspec.Struct):
     stop_reason: Stop | None
     stop_sequence: str | None
 
 
 class MessageEnd(_Tagged, tag="message_delta"):
-    delta: Ended
+    delta: StopDelta
     usage: MessageUsage
 
 

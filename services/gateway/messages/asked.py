@@ -26,7 +26,11 @@ from services.gateway.messages.bodies import (
     Turn,
 )
 
-NAMES = {"stop": "stop_sequences", "response_format": "output_config.format"}
+NAMES = {
+    "messages": "messages",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
 """Where fields of a chat are called otherwise."""
 
 

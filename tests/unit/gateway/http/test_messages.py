@@ -11,7 +11,10 @@ import pytest
 
 from shared.config import GatewayConfig
 from tests.unit.gateway.http.builders import post
-from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, replica, running
+from tests.unit.gateway.http.described import Described
+from tests.unit.gateway.http.thinking import TEMPLATE
+from tests.unit.gateway.http.thinking import TEXT as THINKING_TEXT
+from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, replica, running, text_files
 
 ASK: dict[str, Any] = {
     "model": NAME,
@@ -136,6 +139,29 @@ async def test_what_a_model_is_told(cluster: Cluster, client: anthropic.AsyncAnt
     (submit,) = cluster.nodes[1].submits
     said = "<s><|system|>be brief<|user|>a\nb<|assistant|>c<|user|>d<|assistant|>"
     assert list(submit.tokens) == ids_of(said)
+
+
+async def test_thoughts_are_blocks_of_their_own(described: Described) -> None:
+    async with running(replica(1), files=text_files(TEMPLATE)) as cluster:
+        cluster.nodes[1].script = lambda submit: ids_of(THINKING_TEXT)
+        url = cluster.service.url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
+            answer = await client.messages.create(**ASK)
+            async with client.messages.stream(**ASK) as stream:
+                streamed = await stream.get_final_message()
+            history = [*ASK["messages"], answer.to_param(), {"role": "user", "content": "go on"}]
+            await client.messages.create(**{**ASK, "messages": history})
+            plain = await client.messages.create(**ASK, thinking={"type": "disabled"})
+        tracing = [described.tracing()]
+        async with aiohttp.ClientSession(url, trace_configs=tracing) as http:
+            await events(http, ASK)
+    assert [block.type for block in answer.content] == ["thinking", "text"]
+    assert answer.content[0].thinking == "why"
+    assert answer.content[1].text == "so <think>"
+    assert [block.to_dict() for block in streamed.content] == [
+        block.to_dict() for block in answer.content
+    ]
+    assert [block.type for block in plain.content] == ["text"]
 
 
 async def test_tokens_are_counted(client: anthropic.AsyncAnthropic) -> None:

@@ -8,15 +8,8 @@ import pytest
 
 from tests.unit.gateway.http.builders import CHAT, events, post
 from tests.unit.gateway.http.described import Described
+from tests.unit.gateway.http.thinking import TEMPLATE, TEXT
 from tests.unit.gateway.support import Cluster, ids_of, replica, running, text_files
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.content }}{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>"
-    "{% if enable_thinking is defined and not enable_thinking %}<think></think>{% endif %}"
-    "{% if opened %}<think>\n{% endif %}{% endif %}"
-)
-TEXT = "<think>\nwhy\n</think>\n\nso <think>"
 
 
 @pytest.fixture
