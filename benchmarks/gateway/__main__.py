@@ -6,7 +6,7 @@ one node with a tiny model on this machine, and measures
 - latency: the same one-token request over HTTP and straight to the node over NATS, and over HTTP to
   a bare server of aiohttp that answers at once, one at a time, in turn;
 - streams: the tokens that a second of the gateway's processor time brings to 64 clients, beside the
-  same events from the bare server;
+  same events from the bare server in the same rhythm;
 - many: the gateway's memory with 5,000 streams at once.
 
 It ends with status 1 if a bar is not met.
@@ -125,13 +125,15 @@ async def streams(url: str, gateway: int, bare: Bare, rounds: int) -> bool:
     rates: dict[str, list[float]] = {"gateway": [], "bare": []}
     print(f"{STREAMS} streams of {TOKENS} tokens: tokens for a second of processor time")
     for _ in range(rounds):
+        tick_s = 0.0
         for name, at, pid in (("gateway", url, gateway), ("bare", bare.url, bare.pid)):
             before = cpu_s(pid)
-            came = await streamed(at, STREAMS, TOKENS)
+            came = await streamed(f"{at}?tick_s={tick_s}", STREAMS, TOKENS)
             if came.failed:
                 print(f"  {name}: {came.failed} streams failed: {came.first_failure}")
                 return False
             rates[name].append(came.events / (cpu_s(pid) - before))
+            tick_s = came.seconds / TOKENS
     ours, theirs = (statistics.median(found) for found in rates.values())
     print(f"  the gateway {ours:10,.0f}\n  the bare server {theirs:6,.0f}")
     return bar(f"{OF_BARE:g} x the bare server's ({ours / theirs:.2f} x)", ours >= OF_BARE * theirs)

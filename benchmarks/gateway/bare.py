@@ -1,7 +1,9 @@
 """The peer: an HTTP server of aiohttp and uvloop that does nothing but answer.
 
 Run: python -m benchmarks.gateway.bare. It prints its port. POST /v1/completions streams as many
-events as `max_tokens` says, each as long as one of the gateway's, and a turn of the loop apart.
+events as `max_tokens` says, each as long as one of the gateway's, one at every tick. `tick_s` of
+the query is the time between two ticks. Streams tick together, as all get a token of an engine's
+step.
 """
 
 import asyncio
@@ -19,12 +21,16 @@ EVENT = (
 
 async def _completions(request: web.Request) -> web.StreamResponse:
     count = msgspec.json.decode(await request.read())["max_tokens"]
+    tick_s = float(request.query.get("tick_s", 0))
+    loop = asyncio.get_running_loop()
     response = web.StreamResponse()
     response.content_type = "text/event-stream"
     await response.prepare(request)
-    for _ in range(count):
+    ticks = int(loop.time() / tick_s) + 1 if tick_s else 0
+    for number in range(count):
+        if tick_s:
+            await asyncio.sleep((ticks + number) * tick_s - loop.time())
         await response.write(EVENT)
-        await asyncio.sleep(0)
     await response.write(b"data: [DONE]\n\n")
     await response.write_eof()
     return response

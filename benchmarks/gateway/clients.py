@@ -34,11 +34,8 @@ class Came(msgspec.Struct):
 
 
 class _Stream(asyncio.Protocol):
-    def __init__(self, body: bytes, came: Came) -> None:
-        self._request = (
-            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
-            b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body)
-        )
+    def __init__(self, request: bytes, came: Came) -> None:
+        self._request = request
         self._came = came
         self._first = b""
         self._tail = b""
@@ -83,6 +80,11 @@ async def _run(url: str, streams: int, tokens: int) -> Came:
             "logit_bias": {"40": 100},  # a token that has a text: one event each
         }
     )
+    path = "/v1/completions" + (f"?{at.query}" if at.query else "")
+    request = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    ).encode() + body
     came = Came()
     connecting = asyncio.Semaphore(CONNECTING)
     loop = asyncio.get_running_loop()
@@ -90,7 +92,7 @@ async def _run(url: str, streams: int, tokens: int) -> Came:
     async def one() -> None:
         async with connecting:
             _, protocol = await loop.create_connection(
-                lambda: _Stream(body, came), str(at.hostname), at.port or 80
+                lambda: _Stream(request, came), str(at.hostname), at.port or 80
             )
         await protocol.done.wait()
 

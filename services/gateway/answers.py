@@ -54,6 +54,8 @@ class Answers:
         ]
         self._after = (b"}" if self._chat else b"") + b',"logprobs":null,"finish_reason":null}'
         self._echoes = asked.echo
+        self._no_usage = b'],"usage":null}\n\n' if asked.usage_at_end else b"]}\n\n"
+        """How events end that say nothing of the usage."""
         self._begun: set[int] = set()
         """Choices for which the stream has said what goes before their first token."""
         self._by_token = asked.token_ids or asked.logprobs
@@ -203,7 +205,7 @@ class Answers:
     def _tail(self, delta: Delta) -> bytes:
         if self._asked.usage_in_chunks:
             return b'],"usage":' + _encode(self._generation.usage(delta)) + b"}\n\n"
-        return b'],"usage":null}\n\n' if self._asked.usage_at_end else b"]}\n\n"
+        return self._no_usage
 
     @staticmethod
     def waiting() -> bytes:

@@ -124,8 +124,11 @@ class Frontend:
 
     def run(self, commands: list[Command]) -> None:
         for command in commands:
-            with self._contain(f"a command {type(command).__name__}"):
+            try:
                 self._do(command)
+            except BaseException:
+                with self._contain(f"a command {type(command).__name__}"):
+                    raise
 
     def _do(self, command: Command) -> None:
         match command:

@@ -1,6 +1,5 @@
 """From tokens to what a client reads: one call, until all its choices have ended."""
 
-import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -12,6 +11,7 @@ from services.gateway.books import Tab
 from services.gateway.choices import Choice
 from services.gateway.core.commands import Emit, End, Piece, Scored
 from services.gateway.frontend import Frontend
+from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import Metrics
 from services.gateway.replies.parts import Part
 from shared import telemetry
@@ -60,7 +60,9 @@ class Generation:
         self._trace = trace
         self._tab = tab
         self._arrived, self._arrived_ns = now(), wall_ns()
-        self._pieces: asyncio.Queue[tuple[Choice, Piece]] = asyncio.Queue()
+        self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
+        self.scored = choices[0].request.score_from > 0
+        """Whether prompts have log probabilities."""
         self.open = len(choices)
         """How many choices have not ended."""
         self._failed = "cancelled"
@@ -75,7 +77,7 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         try:
-            self.begin(lambda choice, piece: self._pieces.put_nowait((choice, piece)))
+            self.begin(lambda choice, piece: self._pieces.put((choice, piece)))
         except LambdaScaleError as error:
             raise of_error(error) from error
         return self
@@ -104,6 +106,7 @@ class Generation:
 
     def end(self) -> None:
         """Cancels the choices that have not ended."""
+        self._pieces.close()
         self._frontend.end(choice.request for choice in self.choices)
         self._metrics.cached_tokens.labels(self.record.name).inc(self._cached_tokens())
         self._tab.settle(self.prompt_tokens + self.generated - self._generated_before)
@@ -138,16 +141,8 @@ class Generation:
         `patience_s`.
         """
         while self.open:
-            try:
-                async with asyncio.timeout(patience_s):
-                    pieces = [await self._pieces.get()]
-            except TimeoutError:
-                yield []
-                continue
-            while not self._pieces.empty():
-                pieces.append(self._pieces.get_nowait())
             deltas = []
-            for choice, piece in pieces:
+            for choice, piece in await self._pieces.take(patience_s):
                 if isinstance(piece, End):
                     raise self.fail(piece.error)
                 if delta := self.take(choice, piece):
@@ -177,11 +172,6 @@ class Generation:
     def generation(self) -> Self:
         """What gives the deltas, as of a `Reader`."""
         return self
-
-    @property
-    def scored(self) -> bool:
-        """Whether prompts have log probabilities."""
-        return self.choices[0].request.score_from > 0
 
     def usage(self, at: Delta | None = None) -> Usage:
         """Token counts. `at`: for the moment when this came; None: now."""

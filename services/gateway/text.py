@@ -17,6 +17,9 @@ SHRINKS = 4
 _UTF8_LONGEST = 4
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64
+_SHIFT = 12
+"""From this many tokens on that are decoded only as context, some are forgotten. That takes a second
+call of the tokenizer."""
 _WORD_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
@@ -171,7 +174,9 @@ class DecodeStream:
         new = text[self._sent : end]
         self._sent = max(self._sent, end)
         if end == len(text):
-            self._shift(self._clean, held=0)
+            if self._clean >= _SHIFT:
+                self._shift(self._clean, held=0)
+            self._clean = len(self._window)
         elif len(self._window) > _WINDOW:
             self._shift(len(self._window) - _UTF8_LONGEST, held=1)
         return new
@@ -184,10 +189,9 @@ class DecodeStream:
         return self._codec.decode(self._window, self._shown)
 
     def _shift(self, start: int, held: int) -> None:
-        if start:
-            del self._window[:start]
-            self._sent = len(self._decoded()) - held
-        self._clean = 0 if held else len(self._window)
+        del self._window[:start]
+        self._sent = len(self._decoded()) - held
+        self._clean = 0
 
 
 class Offsets:

@@ -2,7 +2,6 @@
 their deltas."""
 
 import asyncio
-from collections.abc import Callable, Sequence
 
 import msgspec
 import structlog
@@ -11,7 +10,7 @@ from aiohttp import web
 from services.gateway.api_error import ApiError
 from services.gateway.aside import aside
 from services.gateway.encoder import Encoder, StreamEncoder
-from services.gateway.generation import Delta, Generation
+from services.gateway.generation import Generation
 from services.gateway.keyed_answers import Reader
 from services.gateway.replies.parts import Reply
 
@@ -53,9 +52,12 @@ async def stream(
     try:
         try:
             async for deltas in source.deltas(KEEPALIVE_S):
-                data = encoder.waiting()
-                if deltas:
-                    data = await _written(source.generation, encoder.events, deltas)
+                if not deltas:
+                    data = encoder.waiting()
+                elif source.generation.scored:  # a line for every token of the prompt
+                    data = await aside(encoder.events, deltas)
+                else:
+                    data = encoder.events(deltas)
                 if not data:
                     continue  # half a character, or the possible beginning of a stop string
                 if not response.prepared:
@@ -77,13 +79,3 @@ async def stream(
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer
     return response
-
-
-async def _written(
-    generation: Generation, events: Callable[[Sequence[Delta]], bytes], deltas: list[Delta]
-) -> bytes:
-    """Encodes events. With scores of a prompt there is a line for every token of it, so they are
-    encoded on a thread, while other streams go on."""
-    if generation.scored:
-        return await aside(events, deltas)
-    return events(deltas)
