@@ -18,7 +18,7 @@ _UTF8_LONGEST = 4
 _REPLACEMENT = "\ufffd"
 _WINDOW = 64
 _SHIFT = 12
-"""From this many tokens on that are decoded only as context, some are forgotten. That takes a second
+"""From this many tokens on that are decoded only as context, some are forgotten, by a second
 call of the tokenizer."""
 _WORD_SPACE = "\u2581"
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
