@@ -14,6 +14,7 @@ from services.gateway.core.commands import (
     Command,
     Emit,
     End,
+    Opened,
     Piece,
     Resumed,
     Scored,
@@ -149,6 +150,8 @@ class Frontend:
             case Resumed():
                 self._metrics.resumptions.labels(command.name, command.reason).inc()
                 self._log.debug("resumed", reason=command.reason, detail=command.detail)
+            case Opened():
+                self._metrics.opened.labels(command.name, command.why).inc()
             case Served():
                 self._served(command)
             case Switched():

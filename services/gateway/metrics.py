@@ -1,10 +1,12 @@
 """The gateway's Prometheus metrics, in a registry of their own."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
+from services.gateway.core.breaker import State
+from shared.ids import ModelName
 from shared.messages.load import ModelLoad
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,6 +48,15 @@ class Metrics:
             "model",
             "choice",
         )
+        self.opened = counter(
+            "breaker_opened", "Times that an instance was left alone", "model", "reason"
+        )
+        self.instances = Gauge(
+            f"{_PREFIX}_instances",
+            "Instances, by the state of their breakers",
+            ["model", "state"],
+            registry=self.registry,
+        )
         self.ttft = histogram("ttft_seconds", "Arrival to first token", _WAITS)
         self.tpot = histogram("tpot_seconds", "Mean time of a token after the first", _STEPS)
         self.queued = gauge("queued_requests", "Requests that wait for an instance")
@@ -58,11 +69,19 @@ class Metrics:
             self.running.labels(load.model).set(load.running_requests)
             self.outstanding.labels(load.model).set(load.queued_tokens + load.running_tokens)
 
+    def set_breakers(self, breakers: Mapping[ModelName, Mapping[State, int]]) -> None:
+        for model, states in breakers.items():
+            for state in State:
+                self.instances.labels(model, state.value).set(states.get(state, 0))
+
     def forget(self, model: str) -> None:
         """Removes the model's gauges. Its counters stay."""
         for gauge in (self.queued, self.running, self.outstanding):
             with suppress(KeyError):  # no load was set yet
                 gauge.remove(model)
+        for state in State:
+            with suppress(KeyError):
+                self.instances.remove(model, state.value)
 
     def render(self) -> bytes:
         return generate_latest(self.registry)

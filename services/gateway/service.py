@@ -355,5 +355,6 @@ class GatewayService(Service):
         loads = self._dispatch.loads(self._zero_ns)
         if message := self._reporting.next(self.id, self.url, loads, now()):
             self._metrics.set_loads(loads)
+            self._metrics.set_breakers(self._dispatch.breakers())
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
         return ONSET_S

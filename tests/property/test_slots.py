@@ -14,8 +14,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
+from services.gateway.core.breaker import REFUSED_S
 from services.gateway.core.requests import Request
-from services.gateway.core.routes import AVOID_MAX_S
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.slots import Account, weight
@@ -127,7 +127,7 @@ class Slots(RuleBasedStateMachine):
             for name in self.pool.nodes:
                 self.pool.step(name)
             self.pool.deliver_all()
-            self.pool.wait(2 * AVOID_MAX_S)
+            self.pool.wait(2 * REFUSED_S)
         for _ in range(4):
             self.pool.deliver_all()
             self.pool.wait(TIMEOUT_S)

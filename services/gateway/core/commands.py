@@ -90,6 +90,14 @@ class Switched(_Command, frozen=True, kw_only=True):
     """Mean costs of a request that stayed."""
 
 
+class Opened(_Command, frozen=True, gc=False):
+    """Record that an instance gets no requests for a while."""
+
+    name: ModelName
+    why: str
+    """`refused`, `failed` or `slow`."""
+
+
 class AskWhetherAlive(_Command, frozen=True):
     """Find out which of these nodes have no process any more, and report it. An attempt of the
     request broke off there."""
@@ -110,4 +118,4 @@ class Broken(_Command, frozen=True):
 
 Piece = Scored | Emit | End
 """The pieces that a request's client gets, in order."""
-Command = Send | Withdraw | Piece | Resumed | Served | Switched | AskWhetherAlive | Broken
+Command = Send | Withdraw | Piece | Resumed | Opened | Served | Switched | AskWhetherAlive | Broken

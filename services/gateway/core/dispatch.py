@@ -8,10 +8,11 @@ A bug in the handling of one model harms no other model. If an error comes out o
 its requests end, and its state is made anew from its newest instances.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import admission, streams, validation
+from services.gateway.core.breaker import State as Health
 from services.gateway.core.commands import Broken, Command, End
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
@@ -205,6 +206,9 @@ class Dispatch:
         request = self._ledger.requests.get(request_id)
         if request is None:
             return []
+        if request.speaks(attempt):
+            model = self._models[request.model_id]
+            self._guard(model, now, model.accepted, request, attempt, now)
         if request.attempt == attempt:
             request.answered_at = now
         elif request.move and request.move.attempt == attempt:
@@ -251,6 +255,10 @@ class Dispatch:
     def loads(self, zero_ns: int) -> tuple[ModelLoad, ...]:
         """`zero_ns`: what the wall clock showed at time 0."""
         return tuple(model.load(zero_ns) for model in self._models.values() if model.listed)
+
+    def breakers(self) -> Mapping[ModelName, Mapping[Health, int]]:
+        """How many instances of each model are in each state of health."""
+        return {model.name: model.breakers() for model in self._models.values() if model.listed}
 
     def _model(self, name: ModelName, model_id: ModelId) -> Model:
         model = self._models.get(model_id)

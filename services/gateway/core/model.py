@@ -7,17 +7,20 @@ and then the queue.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
 from services.gateway.core import admission, affinity, routing, streams
 from services.gateway.core.attempts import Attempts
+from services.gateway.core.breaker import State as Health
+from services.gateway.core.breaker import pause
+from services.gateway.core.breakers import Breakers
 from services.gateway.core.commands import Emit, Resumed, Scored, Served
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
 from services.gateway.core.pace import Pace
 from services.gateway.core.requests import Request, State
-from services.gateway.core.routes import Route, pause
+from services.gateway.core.routes import Route
 from services.gateway.core.suspects import Suspects
 from services.gateway.core.table import Table
 from shared.errors import (
@@ -38,6 +41,8 @@ REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
 """Errors by which a node says that it does not take an attempt, or can no longer keep it. They do
 not count as failures of the request, which may try again as often as its time allows."""
 
+NO_FAULT = (BadInput, NotReady)
+"""Errors that say nothing about the instance."""
 KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
 SILENCE_S = 2.0
@@ -62,6 +67,7 @@ class Model:
         self._ledger = ledger
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, ledger)
+        self._breakers = Breakers(name, self.table, ledger)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger)
 
@@ -134,7 +140,7 @@ class Model:
         cleared = self._suspects.clear(request)
         request.progress_at = request.waiting_since = now
         request.asked_at = None
-        route.refusals = 0
+        self._breakers.gave(route, request, now)
         route.charge(request.remaining - request.charge)
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
@@ -167,19 +173,21 @@ class Model:
         if isinstance(error, BadInput) and not moves:
             self._attempts.fail(request, error)
         elif reason != "refused" and not moves:
-            route.avoid(now)
+            self._breakers.failed(route, request, str(error), now)
             request.failures += 1
             _shun(route, request, str(error), now)
             self._suspects.broke(request, route, reason, error, now)
         else:
-            if not isinstance(error, NotReady):
-                route.avoid(now)
+            if isinstance(error, REFUSALS):
+                self._breakers.refused(route, request, now)
+            elif not isinstance(error, NO_FAULT):
+                self._breakers.failed(route, request, str(error), now)
             self._over(request, attempt, route, reason, str(error), now)
 
     def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
         """A token of the attempt is missing."""
         route = self._attempts.route_of(request, attempt)
-        route.avoid(now)
+        self._breakers.failed(route, request, detail, now)
         request.failures += attempt == request.attempt
         self._over(request, attempt, route, "lost", detail, now)
 
@@ -190,6 +198,11 @@ class Model:
         for node in dead:
             self._suspects.break_off(self.table.drop_node(node), f"node {node} is dead", now)
         self.dispatch(now)
+
+    def accepted(self, request: Request, attempt: int, now: float) -> None:
+        """The instance has said that it has the attempt."""
+        if self._breakers.accepted(self._attempts.route_of(request, attempt), request):
+            self.dispatch(now)
 
     def taken(self, request: Request, now: float) -> None:
         """The instance that the request moves to has accepted it: the attempt before ends."""
@@ -227,6 +240,7 @@ class Model:
             said = f" (the last one said: {request.refusal})" if request.refusals else ""
             error = CapacityExceeded(f"{message}{said}: try again later", self.turn_s(now))
             self._attempts.fail(request, error)
+        self._breakers.look(now)
         for route in self.table.routes.values():
             for request in route.runs():
                 patience = self._rules.stall_s
@@ -293,6 +307,10 @@ class Model:
         prompt = max(len(request.prompt) for request in requests)
         own_s = self.table.decode_s + self.table.prefill_s * prompt
         admission.check_in_time(turn_s, own_s, within_s)
+
+    def breakers(self) -> Mapping[Health, int]:
+        """How many instances are in each state of health."""
+        return self._breakers.states()
 
     @property
     def pressing(self) -> bool:

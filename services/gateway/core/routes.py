@@ -5,15 +5,13 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from services.gateway.core.breaker import Breaker
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.requests import Request
 from shared.ids import InstanceId, RequestId
 from shared.messages.instances import Instance, InstanceState
 from shared.slots import Account
 
-AVOID_S = 0.05
-"""How long an instance is left alone after its first refusal."""
-AVOID_MAX_S = 1.0
 SMOOTHING = 16
 """The time from one token to the next is averaged over this many tokens."""
 PROMPTS_AHEAD = 4096
@@ -76,13 +74,15 @@ class Route:
     """Outstanding tokens: the sum of its requests' charges."""
     prompts: int = 0
     """Tokens to prefill, for requests that have no token from here yet."""
-    avoid_until: float = float("-inf")
-    refusals: int = 0
-    """How many times in a row it refused."""
+    breaker: Breaker = field(default_factory=Breaker)
     served: bool = False
     """Whether it has given a token."""
     token_s: float = 0.0
     """Mean time from a request's token to its next one, lately. 0: not known."""
+    measured: int = 0
+    """How many such times were measured."""
+    slow_looks: int = 0
+    """How many times in a row it was slow (`speed`)."""
     told: bool = False
     """Whether it is moving, and what was decided for its requests was recorded."""
     places: tuple[Place, ...] = ()
@@ -139,7 +139,7 @@ class Route:
     def takes(self, now: float) -> bool:
         return (
             self.place_in_open >= 0
-            and now >= self.avoid_until
+            and self.breaker.admits(now)
             and all(self._fits(place) for place in self.places)
         )
 
@@ -165,6 +165,7 @@ class Route:
     def begin(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here from now on."""
         self.requests[request.id] = request
+        self.breaker.begin(request.id)
         self._try(int(request.suspect))
         self._count(1)
         self.charge(charge)
@@ -173,6 +174,7 @@ class Route:
     def end(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here no longer. `charge` and `prefill` are what was left of them."""
         del self.requests[request.id]
+        self.breaker.end(request.id)
         self._try(-int(request.suspect))
         self._count(-1)
         self.charge(-charge)
@@ -221,15 +223,8 @@ class Route:
         """Takes in the time from a request's token to its next one."""
         before = self.token_s or token_s
         self.token_s = before + (token_s - before) / SMOOTHING
+        self.measured += 1
 
-    def avoid(self, now: float) -> None:
-        """Nothing is sent here for a while, which doubles with each refusal that follows. Refusals
-        that come meanwhile answer attempts of before, and say nothing new."""
-        if now >= self.avoid_until:
-            self.avoid_until = now + pause(self.refusals)
-            self.refusals += 1
-
-
-def pause(refusals: int) -> float:
-    """How long to keep away after a refusal that `refusals` others came before."""
-    return min(AVOID_S * float(1 << min(refusals, 16)), AVOID_MAX_S)
+    def forget_speed(self) -> None:
+        """What is measured from now on counts."""
+        self.token_s, self.measured, self.slow_looks = 0.0, 0, 0

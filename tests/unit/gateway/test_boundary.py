@@ -239,7 +239,7 @@ async def test_the_gateway_outlives_its_bus(
 ) -> None:
     monkeypatch.setattr("services.gateway.failures.AFTER_FAILURE_S", 0.01)
     monkeypatch.setattr("services.gateway.service.REFRESH_S", 0.01)
-    monkeypatch.setattr("services.gateway.core.routes.AVOID_MAX_S", 0.02)
+    monkeypatch.setattr("services.gateway.core.breaker.REFUSED_S", 0.02)
     wanted = {
         "submit": subjects.node_submit(ODD_NODE),
         "cancel": subjects.node_cancel(ODD_NODE),

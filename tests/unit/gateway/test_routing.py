@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.others import Others, Work
 from services.gateway.core.requests import NEXT, Request, State
-from services.gateway.core.routes import AVOID_MAX_S, AVOID_S, Route
+from services.gateway.core.routes import Route
 from services.gateway.core.routing import FEW, PROBES, Switch, choose, refuge, switch
 from services.gateway.core.table import Table
 from shared.errors import IllegalTransition
@@ -203,21 +203,6 @@ def test_which_instances_have_room_is_always_known(steps: list[tuple[int, str]])
 @pytest.mark.parametrize("state", [InstanceState.DRAINING, InstanceState.MOVING])
 def test_only_serving_instances_take_requests(state: InstanceState) -> None:
     assert choose(table_of((replica(1, state=state), 0, 0)), request("a"), 0.0, draw_0) is None
-
-
-def test_refusals_keep_an_instance_out_for_longer_and_longer() -> None:
-    table, now = table_of((replica(1), 0, 0)), 100.0
-    (one,) = table.routes.values()
-    waits = []
-    for _ in range(10):
-        one.avoid(now)
-        one.avoid(now)  # of the same burst
-        waits.append(one.avoid_until - now)
-        assert choose(table, request("a"), now + 0.9 * waits[-1], draw_0) is None
-        now = one.avoid_until
-        assert choose(table, request("a"), now, draw_0) is one
-    assert waits[:3] == pytest.approx([AVOID_S, 2 * AVOID_S, 4 * AVOID_S])
-    assert waits[-1] == pytest.approx(AVOID_MAX_S)
 
 
 def test_a_request_keeps_away_from_what_refused_it() -> None:

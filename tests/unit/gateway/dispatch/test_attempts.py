@@ -2,10 +2,10 @@
 
 import pytest
 
-from services.gateway.core.commands import Emit, End, Resumed, Send, Withdraw
+from services.gateway.core.breaker import PAUSE_S
+from services.gateway.core.commands import Emit, End, Opened, Resumed, Send, Withdraw
 from services.gateway.core.model import SILENCE_S
 from services.gateway.core.requests import Request, State
-from services.gateway.core.routes import AVOID_S
 from services.gateway.core.streams import Verdict, judge
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, IllegalTransition, StaleEpoch
 from shared.ids import RequestId
@@ -79,8 +79,8 @@ def test_a_gap_ends_the_attempt_at_once() -> None:
     driver.admit("a")
     driver.give("a", 1, 0)
     commands = driver.give("a", 1, 2)
-    assert [type(command) for command in commands] == [Withdraw, Resumed]
-    (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
+    assert [type(command) for command in commands] == [Opened, Withdraw, Resumed]
+    (send,) = [command for command in driver.later(PAUSE_S * 2) if isinstance(command, Send)]
     assert send.submit.tokens == (0, 1, 2, 3, 7)
 
 

@@ -3,8 +3,8 @@
 import pytest
 
 from services.gateway.core.admission import MARGIN
+from services.gateway.core.breaker import PAUSE_S
 from services.gateway.core.commands import Emit, End
-from services.gateway.core.routes import AVOID_S
 from services.gateway.core.routing import Routing
 from shared.errors import CapacityExceeded, NotFound, NotReady
 from shared.ids import RequestId
@@ -120,9 +120,9 @@ def test_who_is_refused_lets_others_go_first() -> None:
     driver = Driver(replica(1, slots=1))
     driver.admit("large", "small")
     assert not sent(driver.refuse("large", 1))
-    assert sent(driver.later(AVOID_S)) == [("small", "replica-1", 1)]
+    assert sent(driver.later(PAUSE_S)) == [("small", "replica-1", 1)]
     assert sent(driver.give("small", 1, 0, "stop")) == []
-    assert sent(driver.later(AVOID_S)) == [("large", "replica-1", 2)]
+    assert sent(driver.later(PAUSE_S)) == [("large", "replica-1", 2)]
 
 
 def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
@@ -136,7 +136,7 @@ def test_who_needs_what_is_not_there_yet_waits_alone() -> None:
     node = replica(2).leader
     failed = AttemptFailed(RequestId("a"), 2, error.code, "no tokenizer")
     driver.dispatch.on_tokens(Tokens(node=node, tokens=(), failed=(failed,)), driver.now)
-    starts = [start for _ in range(20) for start in sent(driver.later(AVOID_S))]
+    starts = [start for _ in range(20) for start in sent(driver.later(PAUSE_S))]
     assert starts[0] == ("a", "replica-1", 3)
 
 

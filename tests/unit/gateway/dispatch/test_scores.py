@@ -2,8 +2,8 @@
 
 import pytest
 
-from services.gateway.core.commands import Emit, Resumed, Send, Withdraw
-from services.gateway.core.routes import AVOID_S
+from services.gateway.core.breaker import PAUSE_S
+from services.gateway.core.commands import Emit, Opened, Resumed, Send, Withdraw
 from tests.unit.gateway.dispatch.builders import MOVING, Driver, emitted, sent, told
 from tests.unit.gateway.support import path, replica
 
@@ -48,6 +48,6 @@ def test_a_score_that_is_lost_ends_the_attempt(lost: str) -> None:
     driver.admit("a", prompt=6, score_from=1)
     driver.score("a", 1, -5, 0.1, 0.2)
     commands = driver.score("a", 1, -2, 0.4) if lost == "score" else driver.give("a", 1, 0)
-    assert [type(command) for command in commands] == [Withdraw, Resumed]
-    (send,) = [command for command in driver.later(AVOID_S * 2) if isinstance(command, Send)]
+    assert [type(command) for command in commands] == [Opened, Withdraw, Resumed]
+    (send,) = [command for command in driver.later(PAUSE_S * 2) if isinstance(command, Send)]
     assert send.submit.score_from == 3

@@ -1,7 +1,11 @@
 """The list of models, health, metrics, and the id of a request."""
 
+import asyncio
+import re
+
 import aiohttp
 
+from shared.errors import CapacityExceeded
 from tests.unit.gateway.http.builders import ASK, post
 from tests.unit.gateway.support import CONTEXT, NAME, Cluster
 
@@ -54,3 +58,20 @@ async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession)
     assert f'lambdascale_gateway_generated_tokens_total{{model="{NAME}"}} 12.0' in lines
     assert f'lambdascale_gateway_ttft_seconds_count{{model="{NAME}"}} 1.0' in lines
     assert f'lambdascale_gateway_queued_requests{{model="{NAME}"}} 0.0' in lines
+    assert f'lambdascale_gateway_instances{{model="{NAME}",state="closed"}} 1.0' in lines
+    assert f'lambdascale_gateway_instances{{model="{NAME}",state="open"}} 0.0' in lines
+
+
+async def test_an_instance_that_refuses_shows(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    cluster.nodes[1].refusal = CapacityExceeded("full")
+    asking = asyncio.create_task(post(http, ASK))
+    await cluster.nodes[1].submitted(2)
+    async with http.get("/metrics") as response:
+        text = await response.text()
+    opened = rf'lambdascale_gateway_breaker_opened_total{{model="{NAME}",reason="refused"}} [1-9]'
+    assert re.search(opened, text)
+    cluster.nodes[1].refusal = None
+    status, _ = await asking
+    assert status == 200
