@@ -5,7 +5,7 @@ with the request, and the node that draws the tokens follows it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
@@ -70,6 +70,30 @@ def from_choice(choices: Sequence[str]) -> str:
 
 def from_lark(lark: str) -> str:
     return LLMatcher.grammar_from_lark(lark)
+
+
+def around(lark: str, grammars: Mapping[str, str]) -> str:
+    """A Lark grammar that refers to others by name, as in `start: "a" @name`."""
+    found = [{"name": "around", "lark_grammar": lark}]
+    for name, grammar in grammars.items():
+        first, *more = _parts(grammar)
+        found += [{**first, "name": name}, *more]
+    return msgspec.json.encode({"grammars": found}).decode()
+
+
+def _parts(grammar: str) -> list[dict[str, Any]]:
+    if not grammar.lstrip().startswith("{"):
+        return [{"lark_grammar": grammar}]
+    try:
+        return msgspec.json.decode(grammar, type=_Grammars).grammars
+    except msgspec.DecodeError as error:
+        raise BadInput(f"the grammar cannot be used: {error}") from error
+
+
+class _Grammars(msgspec.Struct):
+    """Llguidance's form of several grammars, the first of which is followed."""
+
+    grammars: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
 
 
 def matcher(grammar: str, vocabulary: Vocabulary) -> LLMatcher:

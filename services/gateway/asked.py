@@ -12,7 +12,8 @@ import msgspec
 from services.gateway.api_error import ApiError, invalid
 from services.gateway.bodies import ChatBody, Common, CompletionBody, decoded
 from services.gateway.history import Dialogue, dialogue_of
-from services.gateway.structure import grammar_field, grammar_of
+from services.gateway.replies.tools import tool_use
+from services.gateway.structure import check_ends, grammar_field, grammar_of
 from services.gateway.unsupported import refusal
 from shared.errors import ModelError
 from shared.messages.serving import LogitRules, Sampling
@@ -108,7 +109,12 @@ def of_chat(body: ChatBody) -> Asked:
     _check_common(body)
     _check_range(body, "max_tokens", 1)
     _check_chat(body)
-    dialogue = dialogue_of(body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    tools = tool_use(body)
+    if tools is not None and tools.required:
+        check_ends(body, "tool_choice")
+    dialogue = dialogue_of(
+        body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
+    )
     newer = body.max_completion_tokens
     return _asked(
         body,

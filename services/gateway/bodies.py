@@ -6,7 +6,7 @@ few fields that have no effect anywhere are accepted. docs/api.md lists all of t
 """
 
 import re
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import msgspec
 
@@ -50,10 +50,38 @@ class _Accepted(Unsupported, kw_only=True):
     metadata: Any = None
     safety_identifier: Any = None
     prompt_cache_retention: Any = None
-    parallel_tool_calls: Any = None
-    """There are no tools to call."""
     request_id: Any = None
     """vLLM's; ours comes in the header X-Request-ID."""
+
+
+class FunctionTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    """A JSON schema; None: there are no parameters."""
+    strict: bool | None = None
+    """Whether the schema must be one that grammars can follow. Arguments keep to it in any case
+    where it is."""
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """Of the parameters."""
+        nothing = {"type": "object", "properties": {}, "additionalProperties": False}
+        return nothing if self.parameters is None else self.parameters
+
+
+class Tool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class ToolName(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str
+
+
+class NamedTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    function: ToolName
 
 
 class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
@@ -84,6 +112,7 @@ class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
     """By token id."""
+    parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
 
@@ -92,6 +121,10 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]]
     logprobs: int | None = None
     echo: bool | None = None
+    # Known, and refused.
+    tools: Any = None
+    tool_choice: Any = None
+    refused: ClassVar[tuple[str, ...]] = ("tools", "tool_choice")
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -138,6 +171,8 @@ class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     max_completion_tokens: int | None = None
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None

@@ -119,7 +119,7 @@ class Choice:
         self.reasoning_tokens += before and reader.thinking
         if self.finish:
             parts += reader.flush()
-            if self.finish == "stop" and reader.calls:
+            if self.finish == "stop" and reader.called:
                 self.finish = "tool_calls"
         return parts
 

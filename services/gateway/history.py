@@ -7,6 +7,8 @@ import msgspec
 
 from services.gateway.api_error import invalid
 from services.gateway.bodies import ChatMessage, ToolCall
+from services.gateway.numbers import check_numbers
+from services.gateway.replies.tools import ToolUse
 
 MAX_MESSAGES = 4096
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -20,8 +22,7 @@ class Dialogue(msgspec.Struct, frozen=True, kw_only=True):
     add_generation_prompt: bool
     arguments: Mapping[str, Any]
     """The caller's own switches for the template."""
-    tools: tuple[Mapping[str, Any], ...] = ()
-    """The functions that may be called, as the API has them."""
+    tools: ToolUse | None = None
 
     @property
     def chars(self) -> int:
@@ -38,7 +39,7 @@ def dialogue_of(
     messages: Sequence[ChatMessage],
     add_generation_prompt: bool,
     arguments: Mapping[str, Any] | None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: ToolUse | None = None,
 ) -> Dialogue:
     """ApiError 400 names the message that does not fit."""
     if not messages:
@@ -52,16 +53,8 @@ def dialogue_of(
         messages=tuple(_message(m, f"messages[{i}]", calls) for i, m in enumerate(messages)),
         add_generation_prompt=add_generation_prompt,
         arguments=arguments or {},
-        tools=tuple(tools),
+        tools=tools,
     )
-
-
-def check_numbers(value: object, where: str) -> None:
-    """Refuses what cannot go to the process that renders templates."""
-    try:
-        msgspec.msgpack.encode(value)
-    except (OverflowError, RecursionError) as error:
-        invalid(where, f"has a number of more than 64 bits, or is nested too deeply: {error}")
 
 
 def _message(message: ChatMessage, where: str, calls: dict[str, str]) -> dict[str, Any]:

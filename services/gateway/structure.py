@@ -22,14 +22,19 @@ def grammar_of(body: Common) -> str:
     param = grammar_field(body)
     if asked and wanted:
         invalid(param, "leave out either this or structured_outputs")
-    if body.ignore_eos:
-        invalid("ignore_eos", f"can't be used with {param}: its text has an end")
-    if body.min_tokens:
-        invalid("min_tokens", f"can't be used with {param}: its text may have to end before")
+    check_ends(body, param)
     try:
         return _of_format(asked) if asked else _of_structure(wanted or StructuredOutputs())
     except BadInput as error:
         invalid(param, str(error))
+
+
+def check_ends(body: Common, param: str) -> None:
+    """Refuses what does not go with a text that has an end, as the field `param` asks for."""
+    if body.ignore_eos:
+        invalid("ignore_eos", f"can't be used with {param}: its text has an end")
+    if body.min_tokens:
+        invalid("min_tokens", f"can't be used with {param}: its text may have to end before")
 
 
 def grammar_field(body: Common) -> str:

@@ -3,11 +3,11 @@
 Each is accepted with the values that change nothing, because some clients always send them.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
-TOOLS = "tool calls are not supported yet"
+TOOLS = "use /v1/chat/completions"
 SILENT: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -34,8 +34,8 @@ SILENT: dict[str, tuple[object, ...]] = {
 INSTEAD = {
     "tools": TOOLS,
     "tool_choice": TOOLS,
-    "functions": TOOLS,
-    "function_call": TOOLS,
+    "functions": "use tools",
+    "function_call": "use tool_choice",
     "reasoning_effort": "give the template's own switch in chat_template_kwargs",
     "verbosity": "say it in a message",
     "store": "nothing is stored",
@@ -53,8 +53,8 @@ INSTEAD = {
 
 
 class Unsupported(msgspec.Struct, kw_only=True):
-    tools: Any = None
-    tool_choice: Any = None
+    refused: ClassVar[tuple[str, ...]] = ()
+    """Fields of a body of its own that are refused beside these."""
     functions: Any = None
     function_call: Any = None
     reasoning_effort: Any = None
@@ -92,12 +92,14 @@ class Unsupported(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
 
 
-_NAMES = tuple(field.name for field in msgspec.structs.fields(Unsupported))
+def refused_by(body: type[Unsupported]) -> tuple[str, ...]:
+    """The fields of a body that are known in order to be refused."""
+    return (*Unsupported.__struct_fields__, *body.refused)
 
 
 def refusal(body: Unsupported) -> tuple[str, str] | None:
     """The first parameter that cannot be honoured, and what to do about it."""
-    for name in _NAMES:
+    for name in refused_by(type(body)):
         value = getattr(body, name)
         if value is not None and value not in SILENT.get(name, ()):
             hint = INSTEAD.get(name)

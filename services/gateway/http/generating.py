@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import structlog
@@ -17,6 +18,7 @@ from services.gateway.event_ids import NumberedAnswers
 from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
+from services.gateway.history import Dialogue
 from services.gateway.http import sending
 from services.gateway.http.call import SESSION
 from services.gateway.http.models import ServedModels
@@ -24,7 +26,8 @@ from services.gateway.http.outer import CALLER, ID
 from services.gateway.idempotency import Key, key_of, marks_of
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import Metrics
-from services.gateway.prompts import PromptReader
+from services.gateway.prompts import PromptReader, Read
+from services.gateway.replies.forcing import grammar_of_reply
 from services.gateway.text import TextCodec
 from shared.errors import BadInput
 
@@ -75,10 +78,10 @@ class Generating:
         record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
         read = await self._prompts.read(asked, record, lingo)
+        asked, read = await self._structured(asked, read)
         key = key_of(request.headers, request.path, await request.read())
         seed = None if key is None else key.seed
         choices = choices_of(asked, record, lingo, read, request[ID], seed)
-        await self._check_grammar(asked)
         prompt_tokens = sum(len(prompt) for prompt in read.prompts)
         trace = request.headers.get("traceparent", "")
         tab = Tab(self._books, request[CALLER])
@@ -113,10 +116,28 @@ class Generating:
             numbered = NumberedAnswers(encoder, marks, count)
             return await sending.stream(request, reader, numbered, self._log, request[ID])
 
-    async def _check_grammar(self, asked: Asked) -> None:
-        if not asked.rules.grammar:
-            return
+    async def _structured(self, asked: Asked, read: Read) -> tuple[Asked, Read]:
+        """What is asked for with the grammar of the whole reply. ApiError 400: it cannot be
+        followed."""
+        first = asked.prompts[0]
+        use = first.tools if isinstance(first, Dialogue) else None
+        content, form = asked.rules.grammar, read.form
+        if (
+            use
+            and not use.required
+            and (form.special or asked.ignore_eos or asked.rules.min_tokens)
+        ):
+            use = None  # no grammar can have such text: calls are read as they come
         try:
-            await self._grammars.check(asked.rules.grammar)
+            grammar = grammar_of_reply(form, use, content)
+            if grammar:
+                await self._grammars.check(grammar)
         except BadInput as error:
-            invalid(asked.grammar_field, str(error))
+            if use is None or content:
+                invalid(asked.grammar_field, str(error))
+            if use.required or use.strict:
+                invalid("tools", str(error))
+            return asked, read
+        rules = msgspec.structs.replace(asked.rules, grammar=grammar)
+        sure = replace(form, sure=use is not None)
+        return msgspec.structs.replace(asked, rules=rules), read._replace(form=sure)

@@ -11,7 +11,7 @@ from aiohttp import web
 
 from services.gateway.http.call import SESSION, Call
 from services.gateway.idempotency import KEY, LAST
-from services.gateway.unsupported import SILENT, Unsupported
+from services.gateway.unsupported import SILENT, Unsupported, refused_by
 from shared.version import __version__
 
 PATH = "/openapi.json"
@@ -107,8 +107,8 @@ def _drop_what_is_refused(schema: _Json, body: type) -> None:
     """Parameters that are known in order to be refused may have the values that change nothing."""
     if not issubclass(body, Unsupported):
         return
-    for field in msgspec.structs.fields(Unsupported):
-        schema["properties"][field.name] = {"enum": [None, *SILENT.get(field.name, ())]}
+    for name in refused_by(body):
+        schema["properties"][name] = {"enum": [None, *SILENT.get(name, ())]}
 
 
 def _operation(call: Call, ref: _Refs, *, needs_key: bool) -> _Json:

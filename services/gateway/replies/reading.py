@@ -47,6 +47,8 @@ class Form:
     """The JSON schema of each tool's parameters."""
     several: bool = True
     """Whether there may be several calls."""
+    special: bool = False
+    """Whether the opening of calls is a special token."""
     calling: bool = False
     """Whether the prompt ends with the opening of calls."""
     sure: bool = False
@@ -112,6 +114,11 @@ class ReplyReader:
     @property
     def thinking(self) -> bool:
         return self._state == self._thinking
+
+    @property
+    def called(self) -> bool:
+        """Whether there are calls, the last of them complete."""
+        return self.calls > 0 and self._state not in (self._arguing, self._ending)
 
     def push(self, text: str) -> list[Part]:
         """The parts that became certain."""

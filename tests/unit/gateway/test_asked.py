@@ -8,8 +8,9 @@ import pytest
 
 from services.gateway.api_error import ApiError
 from services.gateway.asked import Asked, chat, completion
+from services.gateway.bodies import ChatBody, CompletionBody
 from services.gateway.history import Dialogue
-from services.gateway.unsupported import INSTEAD, SILENT, Unsupported
+from services.gateway.unsupported import INSTEAD, SILENT, refused_by
 
 ASK = {"model": "m", "prompt": "say hello"}
 USER = {"role": "user", "content": "hi"}
@@ -79,10 +80,6 @@ def test_what_changes_nothing_is_taken() -> None:
 @pytest.mark.parametrize(
     "change",
     [
-        {"tools": [{"type": "function"}]},
-        {"tool_choice": "required"},
-        {"tool_choice": "auto"},
-        {"tool_choice": {"type": "function", "function": {"name": "f"}}},
         {"functions": [{"name": "f"}]},
         {"function_call": "auto"},
         {"store": True},
@@ -116,7 +113,15 @@ def test_what_would_change_the_answer_is_refused_by_name(change: dict[str, Any])
 
 
 def test_the_table_of_what_is_refused_names_fields() -> None:
-    assert set(SILENT) | set(INSTEAD) <= set(Unsupported.__struct_fields__)
+    known = {*refused_by(CompletionBody), *refused_by(ChatBody)}
+    assert set(SILENT) | set(INSTEAD) <= known
+
+
+@pytest.mark.parametrize("change", [{"tools": [{"type": "function"}]}, {"tool_choice": "auto"}])
+def test_completions_have_no_tools(change: dict[str, Any]) -> None:
+    (name,) = change
+    said = f"{name}: is not supported; leave it out (use /v1/chat/completions)"
+    assert str(refused({**ASK, **change}, completion)) == said
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}

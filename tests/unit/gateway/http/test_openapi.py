@@ -9,8 +9,8 @@ import jsonschema
 import pytest
 from openapi_spec_validator import validate
 
-from services.gateway.bodies import ChatBody
-from services.gateway.unsupported import SILENT
+from services.gateway.bodies import ChatBody, CompletionBody
+from services.gateway.unsupported import SILENT, Unsupported, refused_by
 from tests.unit.gateway.http.builders import ASK, CHAT, events, post
 from tests.unit.gateway.http.described import Described
 from tests.unit.gateway.support import NAME
@@ -43,10 +43,14 @@ async def test_it_has_the_calls_of_the_docs(document: dict[str, Any]) -> None:
     }
 
 
-async def test_it_has_the_fields_of_a_body(document: dict[str, Any]) -> None:
-    fields = document["components"]["schemas"]["ChatBody"]["properties"]
-    assert fields.keys() == set(ChatBody.__struct_fields__)
-    for name, silent in SILENT.items():
+@pytest.mark.parametrize("body", [ChatBody, CompletionBody])
+async def test_it_has_the_fields_of_a_body(
+    document: dict[str, Any], body: type[Unsupported]
+) -> None:
+    fields = document["components"]["schemas"][body.__name__]["properties"]
+    assert fields.keys() == set(body.__struct_fields__)
+    for name in refused_by(body):
+        silent = SILENT.get(name, ())
         assert fields[name] == {"enum": [None, *map(list_or_same, silent)]}
 
 
