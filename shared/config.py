@@ -64,6 +64,9 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     """What its id begins with; the rest comes from the durable store. Gateways may share it."""
     host: str = "127.0.0.1"
     port: Port = 8000
+    share_port: bool = False
+    """Whether several gateway processes of a machine listen at this address, as more processors are
+    needed than one process uses. Each connection goes to one of them (SO_REUSEPORT)."""
     api_keys: tuple[str, ...] = ()
     """SHA-256 (hex) of keys, from `lambdascale key static`, that count beside those of
     `lambdascale key add`. With any, the API asks for a key even before there are others."""

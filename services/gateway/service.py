@@ -222,6 +222,7 @@ class GatewayService(Service):
                 config.host,
                 config.port,
                 backlog=BACKLOG,
+                reuse_port=config.share_port,
                 ssl=tls,
                 ssl_handshake_timeout=config.client_timeout_s if tls else None,
             )

@@ -1,8 +1,10 @@
 """The gateway among nodes that come, refuse, move and vanish: streams go on as if nothing was."""
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from typing import Any
+from urllib.parse import urlsplit
 
 import aiohttp
 import pytest
@@ -388,6 +390,34 @@ async def test_health_does_not_wait_for_the_others() -> None:
         await cluster.until(lambda: bool(cluster.loads and cluster.loads[-1].models))
         async with http.get("/v1/models") as response:
             assert response.status == 200
+
+
+def connections_of(service: GatewayService) -> float:
+    (metric,) = service._metrics.connections.collect()
+    return metric.samples[0].value
+
+
+async def test_gateways_that_share_a_port_share_the_connections() -> None:
+    async with MemoryBus(MemoryBroker()) as bus, contextlib.AsyncExitStack() as stack:
+        first = GatewayService(bus, GatewayConfig(port=0, share_port=True))
+        await stack.enter_async_context(first)
+        port = urlsplit(first.url).port
+        assert port is not None
+        alone = GatewayConfig(port=port)
+        with pytest.raises(ConfigError, match="cannot be used"):
+            async with GatewayService(bus, alone):
+                pass
+        second = GatewayService(bus, GatewayConfig(port=port, share_port=True))
+        await stack.enter_async_context(second)
+        assert second.url == first.url
+        for _ in range(64):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            stack.callback(writer.close)
+            writer.write(b"GET /live HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+        there = [connections_of(one) for one in (first, second)]
+        assert sum(there) == 64
+        assert all(there)  # that all go to one of two has a chance of 2^-63
 
 
 async def test_two_gateways_of_one_name_do_not_meet() -> None:
