@@ -16,6 +16,7 @@ from services.gateway.replies.tools import tool_use
 from services.gateway.structure import check_ends, grammar_field, grammar_of
 from services.gateway.unsupported import refusal
 from shared.errors import ModelError
+from shared.messages.access import ServiceTier
 from shared.messages.serving import LogitRules, Sampling
 
 COMPLETION_TOKENS = 16
@@ -32,6 +33,7 @@ MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 
 
+TIERS = {"auto": ServiceTier.DEFAULT, **{tier.value: tier for tier in ServiceTier}}
 Prompt = str | list[int] | Dialogue
 
 
@@ -70,6 +72,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Whether every choice carries the ids of its generated tokens."""
     session: str
     """What the client calls the conversation, so that it finds its KV again; empty: nothing."""
+    tier: ServiceTier
     stream: bool
     usage_at_end: bool
     usage_in_chunks: bool
@@ -159,6 +162,7 @@ def _asked(
         echo=echo,
         token_ids=bool(body.return_token_ids),
         session=body.prompt_cache_key or body.user or "",
+        tier=TIERS[body.service_tier or "auto"],
         stream=bool(body.stream),
         usage_at_end=bool(options and options.include_usage),
         usage_in_chunks=bool(options and options.continuous_usage_stats),

@@ -115,6 +115,8 @@ class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    service_tier: Literal["auto", "default", "flex", "priority"] | None = None
+    """How urgent it is (docs/tenants.md)."""
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):

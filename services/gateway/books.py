@@ -3,14 +3,18 @@ gateway and, by what gateways tell each other, at all of them."""
 
 from collections.abc import Callable
 
+from services.gateway.api_error import ApiError
 from services.gateway.core.callers import Caller
+from services.gateway.core.fair_queue import Share
 from services.gateway.core.quotas import Charge, Quotas, Standing
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
 from shared.clock import now
 from shared.ids import GatewayId
+from shared.messages.access import ServiceTier
 from shared.messages.quotas import GatewayUse
 
+_RANKS = {tier: rank for rank, tier in enumerate(ServiceTier)}
 TELL_S = 0.05
 """Seconds between reports while use changes."""
 WHOLE = 20
@@ -61,7 +65,16 @@ class Books:
 class Tab:
     """What one call is charged."""
 
-    def __init__(self, books: Books, caller: Caller) -> None:
+    def __init__(
+        self, books: Books, caller: Caller, tier: ServiceTier = ServiceTier.DEFAULT
+    ) -> None:
+        """ApiError 403 if the caller may not ask for the tier."""
+        if tier not in caller.tiers:
+            may = ", ".join(one.value for one in caller.tiers)
+            message = f"service_tier: tenant {caller.tenant} may not ask for {tier.value!r} ({may})"
+            raise ApiError(403, message, param="service_tier", code="service_tier_not_allowed")
+        self.share = Share(caller.tenant, caller.weight, _RANKS[tier])
+        """What its requests wait as."""
         self.caller = caller
         self._books = books
         self._charge: Charge | None = None

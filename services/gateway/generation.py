@@ -97,6 +97,8 @@ class Generation:
         self._generated_before = self.generated
         most = self.prompt_tokens + sum(choice.request.remaining for choice in begun)
         self._tab.let_in(len(begun), most)
+        for choice in begun:
+            choice.request.share = self._tab.share
         try:
             self._frontend.begin({choice.request: partial(take, choice) for choice in begun})
         except LambdaScaleError:

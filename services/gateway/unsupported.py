@@ -14,7 +14,6 @@ SILENT: dict[str, tuple[object, ...]] = {
     "functions": ([],),
     "function_call": ("none",),
     "store": (False,),
-    "service_tier": ("auto", "default"),
     "modalities": (["text"],),
     "suffix": ("",),
     "bad_words": ([],),
@@ -60,7 +59,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     reasoning_effort: Any = None
     verbosity: Any = None
     store: Any = None
-    service_tier: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None

@@ -1,7 +1,6 @@
 """Limits: what a request may ask for, how many requests may wait, and what instance sets may be."""
 
 import math
-from collections.abc import Callable
 
 from shared.errors import BadInput, CapacityExceeded
 from shared.messages.instances import InstanceSet
@@ -18,15 +17,13 @@ MARGIN = 0.8
 """The share of an objective that a prediction may fill, because it errs."""
 
 
-def check_queue(waiting: int, arriving: int, limit: int, turn_s: Callable[[], float]) -> None:
-    """Lets all of a call's requests in, or none. CapacityExceeded. `turn_s`: when they should come
-    again, in seconds."""
-    if waiting + arriving > limit:
-        raise CapacityExceeded(
-            f"{waiting} requests are waiting for this model and the limit is {limit}: "
-            "try again later",
-            turn_s(),
-        )
+def full(waiting: int, limit: int, turn_s: float) -> CapacityExceeded:
+    """For a request that finds no room in the queue, or loses its place there to a tenant that has
+    less of it. `turn_s`: when it should come again, in seconds."""
+    return CapacityExceeded(
+        f"{waiting} requests are waiting for this model and the limit is {limit}: try again later",
+        turn_s,
+    )
 
 
 def fault_of(new: InstanceSet) -> str:

@@ -5,6 +5,7 @@ commands that tell nodes and clients.
 """
 
 from services.gateway.core.commands import End, Resumed, Send
+from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Move, Request, State
 from services.gateway.core.routes import Route
@@ -15,9 +16,12 @@ from shared.messages.serving import Submit
 
 
 class Attempts:
-    def __init__(self, name: ModelName, table: Table, ledger: Ledger) -> None:
+    def __init__(
+        self, name: ModelName, table: Table, queue: FairQueue[Request], ledger: Ledger
+    ) -> None:
         self._name = name
         self._table = table
+        self._queue = queue
         self._ledger = ledger
         self._out = ledger.out
 
@@ -84,6 +88,7 @@ class Attempts:
             self._drop_move(self._table.routes[request.move.instance], request)
         if request.running:
             self._detach(self.route(request), request)
+        self._queue.end(request, unused=request.remaining)
         self._ledger.step(request, state, why)
         del self._ledger.requests[request.id]
 

@@ -11,7 +11,7 @@ its requests end, and its state is made anew from its newest instances.
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar, TypeVarTuple
 
-from services.gateway.core import admission, streams, validation
+from services.gateway.core import streams, validation
 from services.gateway.core.breaker import State as Health
 from services.gateway.core.commands import Broken, Command, End
 from services.gateway.core.ledger import Ledger, Rules
@@ -102,11 +102,9 @@ class Dispatch:
         model = self._models.get(requests[0].model_id)
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
-        admission.check_queue(
-            len(model.queue), len(requests), self._rules.max_queue, lambda: model.turn_s(now)
-        )
         model.check_in_time(requests, now)
         self._begin(requests[0].call or requests[0].id, now)
+        model.make_room(requests, now)
         for request in requests:
             self._ledger.requests[request.id] = request
             model.ask(request)

@@ -1,12 +1,12 @@
 """The requests of one model: those that wait, and those that run on its instances.
 
-Requests wait first-in first-out, and a request that is resumed goes to the head of the queue. A
+Requests wait in the order of their tenants' shares (`fair_queue`), those of one tenant first-in
+first-out, and a request that is resumed goes to the head of the queue. A
 request lets others go first only while it keeps away from every instance that is free, because each
 of them refused it. Whenever a slot may have come free, requests on moving instances get it first,
 and then the queue.
 """
 
-from collections import deque
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
@@ -16,6 +16,7 @@ from services.gateway.core.breaker import State as Health
 from services.gateway.core.breaker import pause
 from services.gateway.core.breakers import Breakers
 from services.gateway.core.commands import Emit, Resumed, Scored, Served
+from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
 from services.gateway.core.pace import Pace
@@ -57,7 +58,7 @@ class Model:
         self.listed = False
         """Whether the registry lists the model. If not, no request of it is begun."""
         self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
-        self.queue: deque[Request] = deque()
+        self.queue: FairQueue[Request] = FairQueue()
         self.asked_requests = self.asked_tokens = 0
         """Requests that were submitted so far, and tokens of their prompts."""
         self._reported = 0
@@ -66,7 +67,7 @@ class Model:
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
-        self._attempts = Attempts(name, self.table, ledger)
+        self._attempts = Attempts(name, self.table, self.queue, ledger)
         self._breakers = Breakers(name, self.table, ledger)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger)
@@ -82,7 +83,20 @@ class Model:
         """Takes in a new request."""
         self.asked_requests += 1
         self.asked_tokens += len(request.prompt)
-        self.queue.append(request)
+        self.queue.add(request, request.share, request.work)
+
+    def make_room(self, requests: Sequence[Request], now: float) -> None:
+        """Lets all of a call's requests into the queue, or none. If it is full, the last requests
+        of tenants that have more than their share of it go. CapacityExceeded."""
+        limit, share = self._rules.max_queue, requests[0].share
+        excess = len(self.queue) + len(requests) - limit
+        if excess <= 0:
+            return
+        gone = self.queue.make_room(share, len(requests), excess)
+        if gone is None:
+            raise admission.full(len(self.queue), limit, self.turn_s(now))
+        for request in gone:
+            self._drop(request, admission.full(len(self.queue), limit, self.turn_s(now)))
 
     def apply(self, new: InstanceSet, now: float) -> None:
         """Takes in a set. An instance on which requests run leaves the set of the same planner only
@@ -235,11 +249,10 @@ class Model:
     def tick(self, now: float) -> None:
         patience = self._rules.queue_timeout_s
         for request in [r for r in self.queue if now - r.waiting_since >= patience]:
-            self.queue.remove(request)
             message = f"no instance of model {self.name!r} took the request for {patience:g} s"
             said = f" (the last one said: {request.refusal})" if request.refusals else ""
             error = CapacityExceeded(f"{message}{said}: try again later", self.turn_s(now))
-            self._attempts.fail(request, error)
+            self._drop(request, error)
         self._breakers.look(now)
         for route in self.table.routes.values():
             for request in route.runs():
@@ -254,31 +267,38 @@ class Model:
     def dispatch(self, now: float) -> None:
         """Gives out the slots that are free now."""
         if error := self._closed():
-            while self.queue:
-                self._attempts.fail(self.queue.popleft(), error)
+            for waiting in list(self.queue):
+                self._drop(waiting, error)
             return
         self._moves.begin(now)
-        table, draw, choose = self.table, self._rules.draw, self._rules.routing.choose
-        keeps = self._rules.routing.affinity
-        position = 0
-        while position < len(self.queue):
-            request, why = self.queue[position], ""
-            if request.suspect:
-                route = None
-                if not request.in_doubt:
-                    route = routing.secluded(table.routes.values(), now, request.shunned)
+        while request := self.queue.next():
+            route, why = self._choose(request, now)
+            if route is not None:
+                self.queue.start(request)
+                self._pace.start(now - request.waiting_since, now)
+                self._attempts.start(request, route, now, why)
+            elif self.table.has_free(now):
+                # It keeps away from all that are free: the next request may begin.
+                self.queue.pass_over(request)
             else:
-                kept = affinity.prefer(table, request, now) if keeps else None
-                route = kept.route if kept else choose(table, request, now, draw)
-                why = kept.why if kept else why
-                if route is None and not table.has_free(now):
-                    return
-            if route is None:
-                position += 1  # it keeps away from all that are free: the next request may begin
-                continue
-            del self.queue[position]
-            self._pace.start(now - request.waiting_since, now)
-            self._attempts.start(request, route, now, why)
+                break
+        self.queue.restore()
+
+    def _choose(self, request: Request, now: float) -> tuple[Route | None, str]:
+        """The route for a request, and why; None: it waits."""
+        table, rules = self.table, self._rules.routing
+        if request.suspect:
+            if request.in_doubt:
+                return None, ""
+            return routing.secluded(table.routes.values(), now, request.shunned), ""
+        if rules.affinity and (kept := affinity.prefer(table, request, now)):
+            return kept.route, kept.why
+        return rules.choose(table, request, now, self._rules.draw), ""
+
+    def _drop(self, request: Request, error: LambdaScaleError) -> None:
+        """A request that waits ends."""
+        self.queue.remove(request)
+        self._attempts.fail(request, error)
 
     def _closed(self) -> LambdaScaleError | None:
         """The error for requests that would wait in vain; None if waiting makes sense."""
@@ -376,7 +396,7 @@ class Model:
                 self._attempts.fail(request, LambdaScaleError(message))
             else:
                 self._out.append(Resumed(self.name, reason, detail, cause=self._ledger.cause))
-                self.queue.appendleft(request)
+                self.queue.put_back([request])
 
 
 def _shun(route: Route, request: Request, why: str, now: float) -> None:

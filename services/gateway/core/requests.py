@@ -21,6 +21,7 @@ A request whose node died is a suspect (`services.gateway.core.suspects`), until
 import enum
 from dataclasses import dataclass, field
 
+from services.gateway.core.fair_queue import ALONE, Share
 from shared.ids import InstanceId, ModelId, RequestId
 from shared.messages.serving import LogitRules, Sampling
 
@@ -74,6 +75,8 @@ class Request:
     waiting_since: float
     """When it began to wait in the gateway's queue: when it arrived or got its last token, plus the
     time that it has spent on instances since."""
+    share: Share = ALONE
+    """What it waits as."""
     call: str = ""
     """The id of the API call that it belongs to (`X-Request-ID`)."""
     session: str = ""

@@ -84,7 +84,7 @@ class Generating:
         choices = choices_of(asked, record, lingo, read, request[ID], seed)
         prompt_tokens = sum(len(prompt) for prompt in read.prompts)
         trace = request.headers.get("traceparent", "")
-        tab = Tab(self._books, request[CALLER])
+        tab = Tab(self._books, request[CALLER], asked.tier)
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, trace, tab
         )

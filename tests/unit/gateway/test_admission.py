@@ -6,18 +6,11 @@ from services.gateway.core.admission import (
     MAX_CHOICES,
     MAX_SCORES,
     check_choices,
-    check_queue,
     check_scores,
     derive_seed,
     output_limit,
 )
-from shared.errors import BadInput, CapacityExceeded
-
-
-def test_a_call_is_let_in_as_a_whole() -> None:
-    check_queue(waiting=6, arriving=4, limit=10, turn_s=lambda: 3.0)
-    with pytest.raises(CapacityExceeded, match="limit is 10"):
-        check_queue(waiting=6, arriving=5, limit=10, turn_s=lambda: 3.0)
+from shared.errors import BadInput
 
 
 def test_choices_have_a_limit() -> None:

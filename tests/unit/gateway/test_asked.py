@@ -83,7 +83,6 @@ def test_what_changes_nothing_is_taken() -> None:
         {"functions": [{"name": "f"}]},
         {"function_call": "auto"},
         {"store": True},
-        {"service_tier": "flex"},
         {"reasoning_effort": "low"},
         {"best_of": 2},
         {"bad_words": ["a"]},

@@ -2,6 +2,7 @@
 
 from services.gateway.core.commands import Command, Emit, End, Scored, Send, Withdraw
 from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.fair_queue import ALONE, Share
 from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import OURS, Routing
@@ -58,7 +59,12 @@ class Driver:
         return self.dispatch.on_instances(new, self.now)
 
     def admit(
-        self, *names: str, prompt: int = 4, max_tokens: int = 100, score_from: int = 0
+        self,
+        *names: str,
+        prompt: int = 4,
+        max_tokens: int = 100,
+        score_from: int = 0,
+        share: Share = ALONE,
     ) -> list[Command]:
         requests = [
             Request(
@@ -70,6 +76,7 @@ class Driver:
                 Sampling(),
                 self.now,
                 score_from=score_from,
+                share=share,
             )
             for name in names
         ]

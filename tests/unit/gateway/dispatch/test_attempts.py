@@ -59,9 +59,9 @@ def test_a_state_that_contradicts_itself_is_found(corrupt: str) -> None:
     (route,) = model.table.routes.values()
     match corrupt:
         case "lost":
-            model.queue.clear()
+            model.queue.remove(next(iter(model.queue)))
         case "twice":
-            model.queue.append(route.requests[RequestId("a")])
+            model.queue.put_back([route.requests[RequestId("a")]])
         case "tokens":
             route.tokens += 1
         case "prompts":

@@ -5,6 +5,7 @@ import pytest
 from services.gateway.core.admission import MARGIN
 from services.gateway.core.breaker import PAUSE_S
 from services.gateway.core.commands import Emit, End
+from services.gateway.core.fair_queue import Share
 from services.gateway.core.routing import Routing
 from shared.errors import CapacityExceeded, NotFound, NotReady
 from shared.ids import RequestId
@@ -173,3 +174,87 @@ def test_nothing_stays_of_a_model_that_is_over() -> None:
     driver.publish()
     driver.later(1)
     assert MODEL not in driver.dispatch._models
+
+
+FLOOD, OTHER = Share("flood"), Share("other")
+
+
+def first_slots(driver: Driver, last: str, count: int) -> list[str]:
+    """Who begins, each time that a request has ended."""
+    order = []
+    for _ in range(count):
+        ((last, _, attempt),) = sent(driver.give(last, 1, 0, "stop"))
+        assert attempt == 1
+        order.append(last)
+    return order
+
+
+def test_a_flood_of_one_tenant_does_not_go_before_others() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("f0", share=FLOOD)
+    driver.admit(*(f"f{number}" for number in range(1, 20)), share=FLOOD)
+    driver.admit("o0", "o1", share=OTHER)
+    assert first_slots(driver, "f0", 5) == ["f1", "o0", "f2", "o1", "f3"]
+
+
+def test_a_weight_is_a_share_of_what_begins() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    driver.admit(*(f"f{number}" for number in range(20)), share=FLOOD)
+    driver.admit(*(f"h{number}" for number in range(20)), share=Share("heavy", 3.0))
+    order = first_slots(driver, "x", 12)
+    assert sum(name.startswith("h") for name in order) == 9
+
+
+def test_who_asks_for_fewer_tokens_gets_more_requests() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    driver.admit(*(f"f{number}" for number in range(20)), prompt=399, max_tokens=1, share=FLOOD)
+    driver.admit(*(f"o{number}" for number in range(20)), prompt=99, max_tokens=1, share=OTHER)
+    order = first_slots(driver, "x", 10)
+    assert sum(name.startswith("o") for name in order) in (7, 8)
+
+
+def test_what_a_request_did_not_use_is_not_counted() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    driver.admit(*(f"f{number}" for number in range(20)), max_tokens=396, share=FLOOD)
+    driver.admit(*(f"o{number}" for number in range(20)), max_tokens=96, share=OTHER)
+    order = first_slots(driver, "x", 10)
+    assert sum(name.startswith("o") for name in order) == 5
+
+
+def test_a_more_urgent_tier_goes_first() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    driver.admit("flex", share=Share("a", rank=2))
+    driver.admit("default", share=Share("b", rank=1))
+    driver.admit("priority", share=Share("c", rank=0))
+    assert first_slots(driver, "x", 3) == ["priority", "default", "flex"]
+
+
+def test_a_request_that_is_resumed_goes_before_all_tenants() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("f0", share=FLOOD)
+    driver.admit("o0", share=OTHER)
+    driver.give("f0", 1, 0)
+    driver.publish()
+    assert sent(driver.publish(replica(2, slots=1))) == [("f0", "replica-2", 2)]
+
+
+def test_a_flood_cannot_fill_the_queue_for_others() -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    driver.admit(*(f"f{number}" for number in range(QUEUE)), share=FLOOD)
+    with pytest.raises(CapacityExceeded, match="limit is"):
+        driver.admit("late", share=FLOOD)
+    commands = driver.admit("o0", "o1", share=OTHER)
+    assert [name for name, _ in ended(commands)] == [f"f{QUEUE - 1}", f"f{QUEUE - 2}"]
+    assert all("limit is" in why for _, why in ended(commands))
+    half = QUEUE // 2
+    for number in range(2, half):
+        assert len(ended(driver.admit(f"o{number}", share=OTHER))) == 1
+    with pytest.raises(CapacityExceeded):
+        driver.admit("too many", share=OTHER)
+    driver.dispatch.validate()
+    assert first_slots(driver, "x", 4) == ["f0", "o0", "f1", "o1"]

@@ -3,13 +3,14 @@
 import asyncio
 import hashlib
 from collections.abc import Callable
+from functools import partial
 
 import aiohttp
 import msgspec
 
 from shared.config import GatewayConfig
 from shared.ids import KeyId, ModelName, TenantId
-from shared.messages.access import KeyRecord, Limits, TenantRecord
+from shared.messages.access import KeyRecord, Limits, ServiceTier, TenantRecord
 from tests.unit.gateway.http.builders import ASK, post
 from tests.unit.gateway.support import NAME, Cluster, replica, running
 
@@ -113,6 +114,41 @@ async def test_a_call_counts_as_what_it_may_cost_and_then_as_what_it_cost(
     status, answer = await post(http, {**ASK, "n": 5}, **MINE)
     assert status == 400
     assert "5 completions in one call" in answer["error"]["message"]
+
+
+async def test_a_service_tier_must_be_allowed(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    assert (await post(http, {**ASK, "service_tier": "flex"}))[0] == 200
+    status, answer = await post(http, {**ASK, "service_tier": "priority"})
+    assert (status, answer["error"]["code"]) == (403, "service_tier_not_allowed")
+    every = msgspec.structs.replace(ACME, tiers=tuple(ServiceTier))
+    cluster.access += [every, KEY]
+    await until(http, lambda status: status == 401)
+    assert (await post(http, {**ASK, "service_tier": "priority"}, **MINE))[0] == 200
+    assert (await post(http, {**ASK, "service_tier": "scale"}, **MINE))[0] == 400
+
+
+def waits(cluster: Cluster, count: int) -> bool:
+    load = cluster.loads[-1].models[0]
+    return (load.queued_requests, load.running_requests) == (count, 1)
+
+
+async def test_what_is_more_urgent_goes_first() -> None:
+    async with (
+        running(replica(1, slots=1)) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+        asyncio.TaskGroup() as group,
+    ):
+        node = cluster.nodes[1]
+        node.pause_at = 1
+        for waiting, (tokens, tier) in enumerate(((20, "auto"), (21, "flex"), (22, "default"))):
+            body = {**ASK, "max_tokens": tokens, "service_tier": tier}
+            group.create_task(post(http, body))
+            await cluster.until(partial(waits, cluster, waiting))
+        node.resume.set()
+        await node.submitted(3)
+        assert [submit.max_tokens for submit in node.submits] == [20, 22, 21]
 
 
 async def test_a_call_that_the_queue_has_no_room_for_costs_nothing() -> None:
