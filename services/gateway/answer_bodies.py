@@ -14,6 +14,23 @@ class Status(msgspec.Struct, omit_defaults=True):
     error: str | None = None
 
 
+class ModelsHealth(msgspec.Struct):
+    published: int
+    served: int
+    """Those that an instance serves now."""
+
+
+class HealthPage(msgspec.Struct, omit_defaults=True):
+    status: str
+    """`ok`; `degraded`: requests are served, but something is missing; `draining`; `unavailable`:
+    requests cannot be served."""
+    bus: bool
+    registry: bool
+    planner: bool
+    models: ModelsHealth
+    error: str | None = None
+
+
 # --- errors ----------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ from services.gateway.core.routing import OURS, Routing
 from services.gateway.failures import go_on
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
+from services.gateway.health import Health
 from services.gateway.http.app import Api
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
@@ -124,6 +125,9 @@ class GatewayService(Service):
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
         """When the bus was last seen connected."""
+        self._registry_at = self._planner_at = -math.inf
+        """When they were last heard."""
+        self._draining = False
 
     async def open(self) -> None:
         self._zero_ns = wall_ns() - round(now() * 1e9)
@@ -132,7 +136,7 @@ class GatewayService(Service):
         models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
         self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
         self.own(await bus.subscribe(subjects.POOL_NODES, On(NodeGone, self._on_gone)))
-        instances = On(InstanceSet, self.frontend.on_instances)
+        instances = On(InstanceSet, self._on_instances)
         self.own(await bus.subscribe(subjects.INSTANCES, instances))
         loads = On(GatewayLoad, self.frontend.on_load)
         self.own(await bus.subscribe(subjects.LOAD_GATEWAY, loads))
@@ -203,6 +207,7 @@ class GatewayService(Service):
             self._keyed,
             self.log,
             connected=self._connected,
+            health=self._health,
         )
         # A client that leaves cancels its handler, and the handler its requests.
         runner = web.AppRunner(
@@ -237,12 +242,24 @@ class GatewayService(Service):
 
     async def drain(self) -> None:
         """Refuses new requests, and waits until those that run have ended."""
+        self._draining = True
         if self._api is not None:
             self._api.drain()
         await self.frontend.idle()
 
     def _connected(self) -> bool:
         return self._bus.is_up or now() - self._up_at < BUS_PATIENCE_S
+
+    def _health(self) -> Health:
+        at = now()
+        return Health(
+            bus=self._connected(),
+            registry_s=at - self._registry_at,
+            planner_s=at - self._planner_at,
+            models=len(self._catalog.records),
+            served=self._dispatch.served,
+            draining=self._draining,
+        )
 
     def _start(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
         return self.spawn(work, name=name)
@@ -262,6 +279,7 @@ class GatewayService(Service):
         except LambdaScaleError as error:
             self.log.debug("registry does not answer", error=str(error))
         else:
+            self._registry_at = now()
             self._reconcile(models.records)
             if not models.keeps_access:
                 self._keyring.known = True
@@ -327,9 +345,14 @@ class GatewayService(Service):
         except LambdaScaleError as error:
             self.log.debug("planner does not answer", error=str(error))
             return LEARN_S
+        self._planner_at = now()
         for found in answer.sets:
             await self.frontend.on_instances(found)
         return None
+
+    async def _on_instances(self, message: InstanceSet) -> None:
+        self._planner_at = now()
+        await self.frontend.on_instances(message)
 
     async def _on_gone(self, message: NodeGone) -> None:
         self.frontend.run(self._dispatch.on_node_gone(message.node, now(), message.graceful))

@@ -254,6 +254,11 @@ class Dispatch:
         """`zero_ns`: what the wall clock showed at time 0."""
         return tuple(model.load(zero_ns) for model in self._models.values() if model.listed)
 
+    @property
+    def served(self) -> int:
+        """How many models an instance serves."""
+        return sum(model.listed and model.table.serves for model in self._models.values())
+
     def breakers(self) -> Mapping[ModelName, Mapping[Health, int]]:
         """How many instances of each model are in each state of health."""
         return {model.name: model.breakers() for model in self._models.values() if model.listed}

@@ -58,6 +58,12 @@ class Table:
         serving = (route.instance for route in self.routes.values())
         return sum(i.slots for i in serving if i.state is InstanceState.SERVING)
 
+    @property
+    def serves(self) -> bool:
+        """Whether any instance takes new requests, now or when others have ended."""
+        routes = self.routes.values()
+        return any(route.instance.state is InstanceState.SERVING for route in routes)
+
     def apply(self, new: InstanceSet) -> list[Route]:
         """Takes a set over unless a newer one was seen; returns the routes that are gone.
 

@@ -10,6 +10,7 @@ from services.gateway.catalog import Catalog
 from services.gateway.connections import Connections
 from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
+from services.gateway.health import Health
 from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
 from services.gateway.http.generating import Generating
@@ -43,12 +44,13 @@ class Api:
         log: structlog.stdlib.BoundLogger,
         *,
         connected: Callable[[], bool],
+        health: Callable[[], Health],
     ) -> None:
         """`connected`: whether the control bus is there, or was a moment ago."""
         self._max_body = config.max_body_bytes
         self._outer = Outer(config, connections, keyring, books, metrics, log)
         self._models = models = ServedModels(catalog, keyring, connected, log)
-        self._pages = Pages(models, metrics)
+        self._pages = Pages(models, health, metrics)
         generating = Generating(
             connections, books, models, prompts, grammars, frontend, metrics, keyed, log
         )

@@ -1,17 +1,23 @@
 """Health and metrics, which need no key."""
 
+from collections.abc import Callable
+
+import msgspec
 from aiohttp import web
 
-from services.gateway.answer_bodies import Status
-from services.gateway.frontend import NO_BUS
+from services.gateway.answer_bodies import HealthPage, Status
+from services.gateway.health import Health
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.metrics import CONTENT_TYPE, Metrics
 
 
 class Pages:
-    def __init__(self, models: ServedModels, metrics: Metrics) -> None:
+    def __init__(
+        self, models: ServedModels, health: Callable[[], Health], metrics: Metrics
+    ) -> None:
         self._models = models
+        self._healthy = health
         self._metrics = metrics
 
     def calls(self) -> list[Call]:
@@ -23,9 +29,9 @@ class Pages:
                 "/health",
                 self._health,
                 "health",
-                "Whether the gateway serves",
-                Status,
-                errors={503: Status},
+                "Whether the gateway serves, and what it lacks",
+                HealthPage,
+                errors={503: HealthPage},
             ),
             Call("GET", "/metrics", self._show_metrics, "metrics", "For Prometheus", str),
         ]
@@ -40,9 +46,10 @@ class Pages:
         return web.json_response({"status": "ok"})
 
     async def _health(self, _: web.Request) -> web.Response:
-        if not self._models.connected():
-            return web.json_response({"status": "disconnected", "error": NO_BUS}, status=503)
-        return web.json_response({"status": "draining" if self._models.draining else "ok"})
+        health = self._healthy()
+        return web.json_response(
+            msgspec.to_builtins(health.page), status=200 if health.serves else 503
+        )
 
     async def _show_metrics(self, _: web.Request) -> web.Response:
         return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})

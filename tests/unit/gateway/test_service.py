@@ -372,14 +372,31 @@ async def test_a_model_whose_files_are_missing_is_not_served() -> None:
         assert "tokenizer.json" in reader.error["message"]
 
 
-async def test_health_does_not_wait_for_the_others() -> None:
+async def test_health_says_what_is_missing() -> None:
     broker = MemoryBroker()
     async with (
         MemoryBus(broker) as bus,
         GatewayService(bus, GatewayConfig(port=0)) as service,
         aiohttp.ClientSession(service.url) as http,
     ):
-        async with http.get("/health") as response:
+
+        async def health() -> tuple[int, dict[str, Any]]:
+            async with http.get("/health") as response:
+                return response.status, await response.json()
+
+        nothing = {"published": 0, "served": 0}
+        assert await health() == (
+            503,
+            {
+                "status": "unavailable",
+                "error": "not there: registry, planner",
+                "bus": True,
+                "registry": False,
+                "planner": False,
+                "models": nothing,
+            },
+        )
+        async with http.get("/live") as response:
             assert response.status == 200
         async with http.get("/v1/models") as response:
             assert response.status == 503
@@ -390,6 +407,13 @@ async def test_health_does_not_wait_for_the_others() -> None:
         await cluster.until(lambda: bool(cluster.loads and cluster.loads[-1].models))
         async with http.get("/v1/models") as response:
             assert response.status == 200
+        status, page = await health()
+        assert (status, page["status"]) == (200, "ok")
+        assert page["models"] == {"published": 1, "served": 0}
+        await cluster.publish(replica(1))
+        await cluster.until(lambda: cluster.knows([replica(1)], models=1))
+        _, page = await health()
+        assert page["models"] == {"published": 1, "served": 1}
 
 
 def connections_of(service: GatewayService) -> float:

@@ -49,7 +49,8 @@ async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession)
     await post(http, ASK)
     await cluster.loaded(lambda load: load.running_requests == 0)
     async with http.get("/health") as response:
-        assert await response.json() == {"status": "ok"}
+        page = await response.json()
+    assert (response.status, page["status"], page["models"]["served"]) == (200, "ok", 1)
     async with http.head("/metrics") as response:
         assert response.status == 200
     async with http.get("/metrics") as response:
