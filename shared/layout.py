@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta
 
-from shared.errors import BadInput
+from shared.errors import BadInput, CorruptCheckpoint
 from shared.ids import ModelId
 
 ALIGN = 256
@@ -95,7 +95,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def decode_manifest(data: bytes) -> Manifest:
-    return _decoder.decode(data)
+    """CorruptCheckpoint: it is none."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpoint(f"a manifest cannot be read: {error}") from error
 
 
 def model_id(manifest: Manifest) -> ModelId:

@@ -39,9 +39,17 @@ from shared import subjects
 from shared.bus.base import Bus, KeyValue
 from shared.clock import now, wall_ns
 from shared.config import GatewayConfig
-from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders
+from shared.errors import (
+    BadMessage,
+    BusError,
+    BusTimeout,
+    KeyExists,
+    LambdaScaleError,
+    NoResponders,
+)
 from shared.ids import GatewayId
 from shared.messages import Ok, Ping
+from shared.stored import read_stored
 from shared.story import Story, Transition
 
 LOOK_S = 0.05
@@ -211,8 +219,8 @@ class RunningAnswer:
         if entry is None:
             return None, 0
         try:
-            record = msgspec.msgpack.decode(entry.value, type=Record)
-        except msgspec.MsgspecError as error:
+            record = read_stored(entry.value, Record)
+        except BadMessage as error:
             raise BusError(f"what is kept of the answer cannot be read: {error}") from error
         choices = len(self.generation.choices)
         if any(not 0 <= kept.choice < choices or kept.token < 0 for kept in record.kept):

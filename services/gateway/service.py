@@ -21,6 +21,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.grammars import GrammarChecker
 from services.gateway.health import Health
 from services.gateway.http.app import Api
+from services.gateway.http.server_log import SERVER_LOG
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
 from services.gateway.lease import GatewayLease
@@ -214,6 +215,7 @@ class GatewayService(Service):
             api.app(),
             handler_cancellation=True,
             access_log=None,
+            logger=SERVER_LOG,
             shutdown_timeout=HANG_UP_S,
             lingering_time=LINGER_S,
         )

@@ -10,9 +10,10 @@ from shared import subjects
 from shared.bus.base import KeyValue, KvEntry
 from shared.clock import now
 from shared.counters import next_number
-from shared.errors import BusError, Conflict, KeyExists
+from shared.errors import BadMessage, BusError, Conflict, KeyExists
 from shared.ids import Generation, NodeId
 from shared.messages.pool import NodeInfo
+from shared.stored import read_stored
 
 RENEWALS_PER_LEASE = 4
 POLL_S = 0.1
@@ -163,7 +164,7 @@ class Lease:
 
 def _is_of(entry: KvEntry, generations: Collection[Generation]) -> bool:
     try:
-        info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
-    except msgspec.MsgspecError:
+        info = read_stored(entry.value, NodeInfo)
+    except BadMessage:
         return False
     return info.generation in generations

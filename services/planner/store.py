@@ -16,9 +16,10 @@ from services.planner.core.rhythm import History
 from shared import subjects
 from shared.bus.base import Bus, KeyValue
 from shared.containment import is_containable
-from shared.errors import MessageTooLarge, Superseded
+from shared.errors import BadMessage, MessageTooLarge, Superseded
 from shared.ids import ModelId
 from shared.messages.scaling import EventRecord
+from shared.stored import read_stored
 
 RETRY_S = 1.0
 _T = TypeVar("_T")
@@ -50,8 +51,8 @@ class Store:
         self._buckets[bucket] = await self._bus.kv(bucket)
         for entry in await self._buckets[bucket].entries():
             try:
-                found[entry.key] = msgspec.msgpack.decode(entry.value, type=kind)
-            except msgspec.MsgspecError as error:
+                found[entry.key] = read_stored(entry.value, kind)
+            except BadMessage as error:
                 self._log.warning(
                     "stored value ignored", bucket=bucket, key=entry.key, error=str(error)
                 )

@@ -3,15 +3,14 @@
 import asyncio
 from collections.abc import Callable, Iterable
 
-import msgspec
-
 from services.registry.core.pool import Effect, Pool
 from shared import clock
 from shared.bus.base import KeyValue, KvEntry, KvOp
-from shared.errors import BadInput, BusError
+from shared.errors import BadInput, BadMessage, BusError
 from shared.ids import NodeId, check_name
 from shared.messages.pool import NodeInfo
 from shared.service import Service
+from shared.stored import read_stored
 
 RETRY_S = 0.5
 """Seconds between two watches."""
@@ -71,9 +70,9 @@ class LeaseWatch:
     def _decoded(self, entry: KvEntry) -> NodeInfo | None:
         log = self._service.log
         try:
-            info = msgspec.msgpack.decode(entry.value, type=NodeInfo)
+            info = read_stored(entry.value, NodeInfo)
             check_name("node", info.node)
-        except (msgspec.MsgspecError, BadInput) as error:
+        except (BadMessage, BadInput) as error:
             log.warning("lease ignored", key=entry.key, error=str(error))
             return None
         if info.node != entry.key:

@@ -21,10 +21,11 @@ from services.registry.core.reservations import Reservation
 from shared.bus.base import Bus, KeyValue
 from shared.clock import wall_ns
 from shared.containment import is_containable
-from shared.errors import BusTimeout
+from shared.errors import BadMessage, BusTimeout
 from shared.ids import KeyId, ModelId, NodeId
 from shared.messages.access import DEFAULT_TENANT, AccessRecord, KeyRecord
 from shared.messages.pool import ModelRecord, NodeInfo
+from shared.stored import read_stored
 from shared.subjects import KV_ACCESS, KV_DUTIES, KV_MODELS, KV_NODES, KV_RESERVATIONS
 
 MODEL_WAIT_S = 4.0
@@ -163,8 +164,8 @@ class Store:
         found: list[tuple[AccessRecord, int]] = []
         for entry in await self._buckets[KV_ACCESS].entries():
             try:
-                record: AccessRecord = msgspec.msgpack.decode(entry.value, type=AccessRecord)
-            except msgspec.MsgspecError as error:
+                record: AccessRecord = read_stored(entry.value, AccessRecord)
+            except BadMessage as error:
                 self._log.error("stored access cannot be read", key=entry.key, error=str(error))
                 kind, _, name = entry.key.partition(".")
                 if kind != "key":
@@ -180,8 +181,8 @@ class Store:
         for entry in await self._buckets[bucket].entries():
             self._stored[bucket, entry.key] = entry.value
             try:
-                found.append(msgspec.msgpack.decode(entry.value, type=kind))
-            except msgspec.MsgspecError as error:
+                found.append(read_stored(entry.value, kind))
+            except BadMessage as error:
                 self._log.warning(
                     "stored entry ignored", bucket=bucket, key=entry.key, error=str(error)
                 )

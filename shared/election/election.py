@@ -29,9 +29,10 @@ from shared.election.lease import (
     sighted,
     silence,
 )
-from shared.errors import BusError, BusTimeout, KeyExists, NoResponders, Superseded
+from shared.errors import BadMessage, BusError, BusTimeout, KeyExists, NoResponders, Superseded
 from shared.ids import new_id
 from shared.messages import Message, Ok, Ping
+from shared.stored import read_stored
 
 LOOK_S = 0.1
 """Seconds between a standby's looks at the lease."""
@@ -210,6 +211,6 @@ def _decoded(entry: KvEntry | None) -> LeaseRecord | None:
     if entry is None:
         return None
     try:
-        return msgspec.msgpack.decode(entry.value, type=LeaseRecord)
-    except msgspec.MsgspecError:
+        return read_stored(entry.value, LeaseRecord)
+    except BadMessage:
         return None

@@ -42,4 +42,12 @@ class Call:
 
     @property
     def route(self) -> web.RouteDef:
-        return web.route(self.method, self.path, self.handler)
+        return web.route(self.method, self.path, self.handler, expect_handler=_continue)
+
+
+async def _continue(request: web.Request) -> None:
+    """A client that waits for a word before it sends its body gets it. Anything else that it may
+    expect is ignored, as RFC 9110 allows (10.1.1): a refusal here would be none of ours."""
+    if request.headers.get("Expect", "").lower() == "100-continue":
+        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        request.writer.output_size = 0  # the answer has not begun

@@ -269,7 +269,7 @@ def _read_file(path: Path) -> bytes:
 def _read_json(path: Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(_read_file(path))
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpoint(f"{path}: not valid JSON: {error}") from error
     if not isinstance(value, dict):
         raise CorruptCheckpoint(f"{path}: must be a JSON object")
@@ -279,7 +279,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_encodable(path: Path, config: dict[str, Any]) -> None:
     try:
         msgspec.msgpack.encode(config)
-    except (OverflowError, UnicodeEncodeError) as error:
+    except (OverflowError, UnicodeEncodeError, RecursionError) as error:
         raise CorruptCheckpoint(
             f"{path}: has a value that no manifest can carry: {error}"
         ) from error

@@ -207,7 +207,9 @@ def linears(parent: str, weights: Shapes, bias: bool) -> Shapes:
 
 def _family(config: RawConfig) -> Family:
     architectures = config.get("architectures")
-    if not isinstance(architectures, list) or not architectures:
+    if not isinstance(architectures, list) or not all(isinstance(n, str) for n in architectures):
+        raise CorruptCheckpoint("config.json: architectures must be a list of names")
+    if not architectures:
         raise CorruptCheckpoint("config.json: architectures must be a list with a name in it")
     if architectures[0] not in FAMILIES:
         supported = ", ".join((*FAMILIES, CLASSIFIER))

@@ -21,7 +21,6 @@ from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
 import structlog
 
 from services.node.checkpoints.checkpoint import open_checkpoint
@@ -198,7 +197,7 @@ class Store:
                 if model_id(manifest) != name:
                     raise CorruptCheckpoint(f"{directory} is not a draft of {name}")
                 found.append(self.draft(name, manifest))
-            except (OSError, UnicodeDecodeError, msgspec.DecodeError, LambdaScaleError) as error:
+            except (OSError, LambdaScaleError) as error:
                 _log.warning("draft_deleted", model_id=name, reason=str(error))
                 shutil.rmtree(directory, ignore_errors=True)
         return found
@@ -305,7 +304,7 @@ class Store:
             manifest = decode_manifest(path.read_bytes())
         except FileNotFoundError as error:
             raise self._not_here(name) from error
-        except (msgspec.DecodeError, UnicodeDecodeError, OSError) as error:
+        except (CorruptCheckpoint, OSError) as error:
             raise CorruptCheckpoint(
                 f"{path} is damaged: {error}; import the model again"
             ) from error

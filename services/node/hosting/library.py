@@ -6,8 +6,6 @@ from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
-import msgspec
-
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
 from services.node.checkpoints.store import Imported
 from services.node.parts import AnyDraft, AnyStore
@@ -245,7 +243,7 @@ class Library:
 def _decoded(record: ModelRecord, data: bytes) -> Manifest:
     try:
         manifest = decode_manifest(data)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except CorruptCheckpoint as error:
         raise CorruptCheckpoint(
             f"the manifest of model {record.name} cannot be read: {error}; import it again"
         ) from error

@@ -7,15 +7,18 @@ go on.
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import msgspec
+
 from services.planner.core.alarms import NEVER, Alarms
 from services.planner.core.arbiter import Claim, GiveWay
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.model import ModelMachine
 from services.planner.core.rooms import Rooms
-from shared.errors import LambdaScaleError
+from shared.errors import BadInput, LambdaScaleError
 from shared.ids import ModelId, ModelName, NodeId
 from shared.messages.pool import ModelRecord
+from shared.schedule import parse
 
 BROKEN_S = 1.0
 """Seconds for which a model is left alone whose machine raised. They double each time."""
@@ -161,6 +164,11 @@ class Machines:
             sizes = len(record.block_bytes)
             self._desk.log("warning", "not a model", name=record.name, sizes=sizes)
             return
+        try:
+            parse(record.schedule)
+        except BadInput as error:  # a registry of a later release may take more than we understand
+            self._desk.log("warning", "schedule left out", name=record.name, why=str(error))
+            record = msgspec.structs.replace(record, schedule="")
         known = self.named.get(record.name)
         if known is not None and known.record.model_id != record.model_id:
             self.remove(record.name)

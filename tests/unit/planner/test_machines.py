@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
 from services.planner.core import commands
@@ -147,3 +148,14 @@ def test_an_event_that_cannot_be_ended_in_order_is_over_all_the_same(
     stored = [c.record for c in driver.said if isinstance(c, commands.StoreEvent)]
     assert stored[-1] is not None
     assert stored[-1].state is EventState.FAILED
+
+
+def test_a_schedule_that_this_release_does_not_understand_is_left_out() -> None:
+    driver = Driver()
+    driver.join("a", "b")
+    driver.publish(msgspec.structs.replace(record(), schedule="in spring min=2"))
+    driver.holds("a")
+    driver.wait(1.0)
+    assert not driver.core._machines.broken
+    logged = [c for c in driver.said if isinstance(c, commands.Log) and "schedule" in c.text]
+    assert [c.text for c in logged] == ["schedule left out"]

@@ -155,7 +155,7 @@ def test_reports_that_make_no_sense_harm_nobody(statuses: list[NodeStatus]) -> N
 @settings(max_examples=50)
 @given(
     infos=st.lists(well_framed(NodeInfo, **(LIKELY | {"node": ["b"]})), min_size=1, max_size=5),
-    junk=st.binary(max_size=8),
+    junk=st.binary(max_size=8) | st.sampled_from([b"\x81\xa4node\xa1\xff", b"\x91" * 100_000]),
 )
 def test_leases_that_make_no_sense_harm_nobody(infos: list[NodeInfo], junk: bytes) -> None:
     async def work(world: World) -> None:

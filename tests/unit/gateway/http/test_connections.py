@@ -46,6 +46,23 @@ async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes, statu
         assert (await said(cluster, sent)).startswith(status)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        LINE + b"No colon\r\n\r\n",
+        LINE + b"X: " + b"x" * 9000 + b"\r\n\r\n",
+        b"POST http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        b"\x16\x03\x01 no HTTP\r\n\r\n",
+    ],
+)
+async def test_what_is_no_http_is_refused_and_fills_no_log(
+    sent: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running(replica(1)) as cluster:
+        assert (await said(cluster, sent)).startswith(b"HTTP/1.0 400")
+    assert not caplog.records
+
+
 async def test_a_client_that_does_not_read_is_left() -> None:
     """So that it holds no place on an instance for ever."""
     async with (

@@ -141,6 +141,17 @@ async def test_unknown_calls(http: aiohttp.ClientSession) -> None:
             assert response.headers.get("Allow", "") == ("POST" if status == 405 else "")
 
 
+@pytest.mark.parametrize("expected", ["100-continue", "something else"])
+async def test_what_a_client_expects_is_no_obstacle(
+    http: aiohttp.ClientSession, expected: str
+) -> None:
+    async with http.post(
+        "/v1/completions", json={**ASK, "no": 1}, headers={"Expect": expected}
+    ) as response:
+        assert response.status == 400
+        assert "no such field" in (await response.json())["error"]["message"]
+
+
 async def test_a_body_that_is_not_what_its_encoding_says(http: aiohttp.ClientSession) -> None:
     headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
     async with http.post("/v1/completions", data=b"no gzip", headers=headers) as response:
