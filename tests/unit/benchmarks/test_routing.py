@@ -42,7 +42,7 @@ def test_two_choices_come_out_as_theory_has_them() -> None:
     [("random", 1, 8000.0), ("two choices and a queue (ours)", 8, 1500.0)],
 )
 def test_as_many_wait_as_in_theory(policy: str, n: int, seconds: float) -> None:
-    """One server is an M/M/1. A queue at the gateway makes an M/M/n of n servers: nobody waits while
+    """One server is an M/M/1. A queue at the gateway makes an M/M/n of n: nobody waits while
     one of them is free."""
     found = run(POLICIES[policy], n, seconds)
     waited = sum(each > 0 for each in found.waits_s) / len(found.waits_s)
