@@ -4,19 +4,18 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 from math import inf
-from typing import TYPE_CHECKING
 
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
 from services.gateway.core.routing import Draw, Routing, choose
 from services.gateway.core.table import Table
-
-if TYPE_CHECKING:
-    from benchmarks.routing.world import World
+from shared.ids import InstanceId
 
 MANY_SLOTS = 1 << 30
 Choose = Callable[[Table, Request, float, Draw], Route | None]
-PolicyOf = Callable[["World"], Routing]
+Length = Callable[[InstanceId], int]
+"""How many requests an instance really has."""
+PolicyOf = Callable[[Length], Routing]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,19 +30,19 @@ def _routing(choice: Choose) -> Routing:
     return Routing(inf, choice, affinity=False)
 
 
-def two_choices(_: "World") -> Routing:
+def two_choices(_: Length) -> Routing:
     """The gateway's own choice, with the reports of other gateways."""
     return _routing(choose)
 
 
-def random(_: "World") -> Routing:
+def random(_: Length) -> Routing:
     def pick(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
         return table.open[int(draw() * len(table.open))]
 
     return _routing(pick)
 
 
-def round_robin(_: "World") -> Routing:
+def round_robin(_: Length) -> Routing:
     turn = count()
 
     def pick(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
@@ -52,7 +51,7 @@ def round_robin(_: "World") -> Routing:
     return _routing(pick)
 
 
-def least_connections(_: "World") -> Routing:
+def least_connections(_: Length) -> Routing:
     """The fewest requests of this gateway, per unit of capacity: what a balancer sees that knows of
     no other."""
 
@@ -64,18 +63,14 @@ def least_connections(_: "World") -> Routing:
     return _routing(pick)
 
 
-def join_shortest(world: "World") -> Routing:
+def join_shortest(length: Length) -> Routing:
     """The shortest queue of all, per unit of capacity, by what is true at this moment: no balancer
     can know it once there are several."""
 
     def pick(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
         start = int(draw() * len(table.open))
         around = table.open[start:] + table.open[:start]
-        servers = world.servers
-        return min(
-            around,
-            key=lambda r: (len(servers[r.instance.id].waiting) + 1) / r.instance.capacity,
-        )
+        return min(around, key=lambda r: (length(r.instance.id) + 1) / r.instance.capacity)
 
     return _routing(pick)
 

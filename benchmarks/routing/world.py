@@ -65,12 +65,14 @@ class World:
         self._rng = random.Random(seed)
         self._work = work
         self._per_s = load * sum(capacities)
-        self.servers = {
+        self._servers = {
             each.id: Server(each)
             for each in (_replica(i, c, policy.slots) for i, c in enumerate(capacities))
         }
-        self._by_node = {server.instance.leader: server for server in self.servers.values()}
-        self._gateways = [self._gateway(number, policy.routing(self)) for number in range(gateways)]
+        self._by_node = {server.instance.leader: server for server in self._servers.values()}
+        self._gateways = [
+            self._gateway(number, policy.routing(self._length)) for number in range(gateways)
+        ]
         self._reporting = [Reporting(WHOLE_S) for _ in range(gateways)]
         self._events: list[tuple[float, int, Callable[[float], None]]] = []
         self._order = count()
@@ -84,10 +86,13 @@ class World:
         dispatch = Dispatch(Rules(draw, 1 << 30, inf, inf, 8, routing=routing))
         dispatch.take_id(GatewayId(f"g{number}"), 0.0)
         dispatch.add_model(NAME, MODEL)
-        instances = tuple(server.instance for server in self.servers.values())
+        instances = tuple(server.instance for server in self._servers.values())
         new = InstanceSet(name=NAME, model_id=MODEL, epoch=1, revision=1, instances=instances)
         dispatch.on_instances(new, 0.0)
         return dispatch
+
+    def _length(self, instance: InstanceId) -> int:
+        return len(self._servers[instance].waiting)
 
     def run(self, warm_s: float, measure_s: float) -> Measured:
         """What requests that came in the last `measure_s` seconds waited."""
@@ -116,7 +121,7 @@ class World:
     def _do(self, number: int, commands: list[Command], now: float) -> None:
         for command in commands:
             if isinstance(command, Send):
-                server = self.servers[command.submit.instance]
+                server = self._servers[command.submit.instance]
                 server.waiting.append((command.submit.request, number))
                 if len(server.waiting) == 1:
                     self._serve(server, now)
@@ -146,7 +151,7 @@ class World:
         self._at(now + 1.0, self._look)
         if now >= self._from:
             self.found.looks += 1
-            self.found.longest_sum += max(len(s.waiting) for s in self.servers.values())
+            self.found.longest_sum += max(len(s.waiting) for s in self._servers.values())
 
     def _report_of(self, number: int) -> Callable[[float], None]:
         def report(now: float) -> None:
