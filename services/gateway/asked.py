@@ -29,6 +29,9 @@ MAX_STOPS_CHARS = 8192
 MAX_TOP_K = 1 << 30
 MAX_LOGPROBS = 20
 MAX_BIASED = 1024
+MAX_BAD_WORDS = 128
+MAX_BAD_WORD_CHARS = 64
+MAX_ALLOWED = 8192
 MIN_REPETITION_PENALTY = 0.01
 MAX_REPETITION_PENALTY = 100
 
@@ -66,6 +69,14 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """Its grammar and its token ids are not checked against the model yet."""
     grammar_field: str
     """The field that gave the grammar, for errors."""
+    bad_words: tuple[str, ...]
+    """Texts that are not generated."""
+    shows_special: bool
+    """Whether special tokens are text."""
+    keeps_stop: bool
+    """Whether the text has what ended it: the stop string, or the token."""
+    truncated: int | None
+    """The most tokens of a prompt, of which the first are left out. None: none are."""
     echo: bool
     """Whether the prompt is repeated in the answer, which may then have no token of its own."""
     token_ids: bool
@@ -90,6 +101,8 @@ def completion(raw: bytes) -> Asked:
     _check_common(body)
     _check_range(body, "max_tokens", 0 if body.echo else 1)
     _check_range(body, "logprobs", 0, MAX_LOGPROBS)
+    if body.echo and body.truncate_prompt_tokens is not None:
+        invalid("truncate_prompt_tokens", "can't be used with echo")
     return _asked(
         body,
         prompts=_prompts(body.prompt),
@@ -115,9 +128,7 @@ def of_chat(body: ChatBody) -> Asked:
     tools = tool_use(body)
     if tools is not None and tools.required:
         check_ends(body, "tool_choice")
-    dialogue = dialogue_of(
-        body.messages, body.add_generation_prompt, body.chat_template_kwargs, tools
-    )
+    dialogue = dialogue_of(body, tools)
     newer = body.max_completion_tokens
     return _asked(
         body,
@@ -159,6 +170,10 @@ def _asked(
         left_open=frozenset(name for name in MODEL_DEFAULTS if getattr(body, name) is None),
         rules=_rules(body),
         grammar_field=grammar_field(body),
+        bad_words=tuple(body.bad_words or ()),
+        shows_special=body.skip_special_tokens is False,
+        keeps_stop=bool(body.include_stop_str_in_output),
+        truncated=body.truncate_prompt_tokens,
         echo=echo,
         token_ids=bool(body.return_token_ids),
         session=body.prompt_cache_key or body.user or "",
@@ -206,6 +221,7 @@ def _rules(body: Common) -> LogitRules:
         presence_penalty=body.presence_penalty or 0.0,
         logit_bias=tuple(sorted(biased.items())),
         min_tokens=body.min_tokens or 0,
+        allowed=tuple(sorted(set(body.allowed_token_ids or ()))),
         grammar=grammar_of(body),
     )
 
@@ -254,6 +270,16 @@ def _check_common(body: Common) -> None:
     _check_range(body, "presence_penalty", -2, 2)
     _check_range(body, "frequency_penalty", -2, 2)
     _check_bias(body.logit_bias or {})
+    words, allowed = body.bad_words or (), body.allowed_token_ids
+    if len(words) > MAX_BAD_WORDS or not all(0 < len(w) <= MAX_BAD_WORD_CHARS for w in words):
+        invalid(
+            "bad_words", f"at most {MAX_BAD_WORDS} texts of 1 to {MAX_BAD_WORD_CHARS} characters"
+        )
+    if allowed is not None and not 0 < len(allowed) <= MAX_ALLOWED:
+        invalid("allowed_token_ids", f"1 to {MAX_ALLOWED} ids")
+    if not all(0 <= token <= MAX_TOKEN_ID for token in allowed or ()):
+        invalid("allowed_token_ids", f"ids must be between 0 and {MAX_TOKEN_ID}")
+    _check_range(body, "truncate_prompt_tokens", 1)
     if body.best_of is not None and body.best_of != (body.n or 1):
         invalid("best_of", "is not supported; leave it out")
     if refused := refusal(body):

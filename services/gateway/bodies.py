@@ -112,11 +112,21 @@ class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     min_p: float | None = None
     logit_bias: dict[str, float] | None = None
     """By token id."""
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    truncate_prompt_tokens: int | None = None
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     service_tier: Literal["auto", "default", "flex", "priority"] | None = None
     """How urgent it is (docs/tenants.md)."""
+    guided_json: dict[str, Any] | str | None = None
+    """An older name of `structured_outputs.json`, as the next are of its other fields."""
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
 
 class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +136,14 @@ class CompletionBody(Common, kw_only=True, forbid_unknown_fields=True):
     # Known, and refused.
     tools: Any = None
     tool_choice: Any = None
-    refused: ClassVar[tuple[str, ...]] = ("tools", "tool_choice")
+    reasoning_effort: Any = None
+    continue_final_message: Any = None
+    refused: ClassVar[tuple[str, ...]] = (
+        "tools",
+        "tool_choice",
+        "reasoning_effort",
+        "continue_final_message",
+    )
 
 
 class ContentPart(msgspec.Struct, kw_only=True):
@@ -171,13 +188,32 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkno
 class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):
     messages: list[ChatMessage]
     max_completion_tokens: int | None = None
-    add_generation_prompt: bool = True
+    add_generation_prompt: bool | None = None
+    """Null: true, unless the final message is continued."""
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     echo: bool | None = None
+
+
+class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """Of a prompt, or of messages."""
+
+    model: str
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Whether a prompt begins as the model wants it. Null: it does."""
+    messages: list[ChatMessage] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = None
+    return_token_strs: bool | None = None
 
 
 Json = TypeVar("Json", bound=msgspec.Struct)

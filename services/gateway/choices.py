@@ -1,7 +1,7 @@
 """The choices of one call: what each asks of the model, and its text as it grows."""
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import sha256
 
 import msgspec
@@ -14,7 +14,7 @@ from services.gateway.core.requests import Request
 from services.gateway.prompts import Read
 from services.gateway.replies.parts import Part, Said
 from services.gateway.replies.reading import Form, ReplyReader
-from services.gateway.text import DecodeStream, Stops, StopStrings, TextStream
+from services.gateway.text import DecodeStream, Stops, StopStrings, TextCodec, TextStream
 from shared.clock import now
 from shared.errors import BadInput
 from shared.ids import RequestId, new_id
@@ -37,11 +37,13 @@ class Choice:
         prompt: int = 0,
         echo: str = "",
         min_tokens: int = 0,
+        keeps_stop: bool = False,
         silent: bool = False,
     ) -> None:
         """`reader`: finds what a chat's text consists of; None: all of it is content. `prompt`: the
         number of its prompt in the call. `echo` goes before the generated text. Stop strings are
-        not looked for in the text of the first `min_tokens` tokens. `silent`: nothing is to be
+        not looked for in the text of the first `min_tokens` tokens. `keeps_stop`: the token that
+        ends the text belongs to it. `silent`: nothing is to be
         generated. One token shows that the prompt ran, but nobody is told of it."""
         self.index = index
         self.prompt = prompt
@@ -64,6 +66,7 @@ class Choice:
         self.plain = reader is None
         """Whether its text is content and nothing else."""
         self._min_tokens = min_tokens
+        self._keeps_stop = keeps_stop
         self._silent = silent
 
     @property
@@ -97,7 +100,8 @@ class Choice:
         self.tokens.append(token)
         if logprobs is not None:
             self.logprobs.append(logprobs)
-        text = "" if finish == "stop" else self._decode.step(token)
+        left_out = finish == "stop" and not self._keeps_stop
+        text = "" if left_out else self._decode.step(token)
         if finish:
             text += self._decode.flush()
         met = False
@@ -144,7 +148,8 @@ def choices_of(
     rules = _rules_for(asked, lingo, defaults.pop("repetition_penalty", None))
     whole = msgspec.structs.replace(asked.sampling, **_of_sampling(defaults))
     stops = Stops(asked.stops)
-    shown = lingo.codec.special_ids(form.markers)
+    codec = lingo.codec
+    shown = codec.special_tokens if asked.shows_special else codec.special_ids(form.markers)
     names = secrets.randbits(63) if seed is None else seed
     choices = []
     for number, prompt in enumerate(prompts):
@@ -175,11 +180,12 @@ def choices_of(
                     number * asked.n + i,
                     request,
                     DecodeStream(lingo.codec, () if asked.chat else prompt[-CONTEXT:], shown),
-                    StopStrings(stops),
+                    StopStrings(stops, asked.keeps_stop),
                     _reader(form, f"{names} {number * asked.n + i}"),
                     prompt=number,
                     echo=_echo(asked, number, lingo),
                     min_tokens=asked.rules.min_tokens,
+                    keeps_stop=asked.keeps_stop,
                     silent=limit == 0,
                 )
             )
@@ -231,12 +237,35 @@ def _rules_for(asked: Asked, lingo: Lingo, penalty: float | None) -> LogitRules 
     rules = asked.rules
     if penalty is not None:
         rules = msgspec.structs.replace(rules, repetition_penalty=penalty)
-    if rules.logit_bias and rules.logit_bias[-1][0] >= lingo.vocab_size:
-        token, last = rules.logit_bias[-1][0], lingo.vocab_size - 1
-        invalid("logit_bias", f"token id {token} is not one of the model's, 0 to {last}")
+    for field, largest in (
+        ("logit_bias", rules.logit_bias[-1][0] if rules.logit_bias else 0),
+        ("allowed_token_ids", rules.allowed[-1] if rules.allowed else 0),
+    ):
+        if largest >= lingo.vocab_size:
+            last = lingo.vocab_size - 1
+            invalid(field, f"token id {largest} is not one of the model's, 0 to {last}")
+    if asked.bad_words:
+        rules = msgspec.structs.replace(rules, bad_words=_bad_words(asked.bad_words, lingo.codec))
     if rules.grammar and not lingo.eos:
         invalid("model", "names no token that ends a text, which structured output needs")
     return None if rules == LogitRules() else rules
+
+
+def _bad_words(words: Iterable[str], codec: TextCodec) -> tuple[tuple[int, ...], ...]:
+    """The tokens of each word, as it is and within a text, behind a space, as vLLM has them."""
+    found: dict[tuple[int, ...], None] = {}
+    for word in words:
+        try:
+            bare = codec.tokens_of(word.lstrip())
+            inner = codec.tokens_of(" " + word.lstrip())
+        except BadInput as error:
+            invalid("bad_words", str(error))
+        if not bare:
+            invalid("bad_words", f"{word!r} has no tokens")
+        found[tuple(bare)] = None
+        if inner[0] != bare[0] and len(inner) == len(bare):
+            found[tuple(inner)] = None
+    return tuple(found)
 
 
 def _echo(asked: Asked, number: int, lingo: Lingo) -> str:

@@ -1,16 +1,17 @@
 """The messages of a chat: checked, and in the form that chat templates read."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from services.gateway.api_error import invalid
-from services.gateway.bodies import ChatMessage, ToolCall
+from services.gateway.bodies import ChatBody, ChatMessage, TokenizeBody, ToolCall
 from services.gateway.numbers import check_numbers
 from services.gateway.replies.tools import ToolUse
 
 MAX_MESSAGES = 4096
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
@@ -23,6 +24,10 @@ class Dialogue(msgspec.Struct, frozen=True, kw_only=True):
     arguments: Mapping[str, Any]
     """The caller's own switches for the template."""
     tools: ToolUse | None = None
+    continued: bool = False
+    """Whether the reply goes on with the last message."""
+    effort: str | None = None
+    """How much the model is to think, by OpenAI's words. None: as its template has it."""
 
     @property
     def chars(self) -> int:
@@ -35,25 +40,31 @@ class Dialogue(msgspec.Struct, frozen=True, kw_only=True):
         return next(found, None)
 
 
-def dialogue_of(
-    messages: Sequence[ChatMessage],
-    add_generation_prompt: bool,
-    arguments: Mapping[str, Any] | None,
-    tools: ToolUse | None = None,
-) -> Dialogue:
-    """ApiError 400 names the message that does not fit."""
+def dialogue_of(body: ChatBody | TokenizeBody, tools: ToolUse | None) -> Dialogue:
+    """ApiError 400 names the field or message that does not fit."""
+    messages = body.messages or ()
     if not messages:
         invalid("messages", "must not be empty")
     if len(messages) > MAX_MESSAGES:
         invalid("messages", f"at most {MAX_MESSAGES} messages")
+    arguments, effort = body.chat_template_kwargs or {}, body.reasoning_effort
     check_numbers(arguments, "chat_template_kwargs")
+    if effort not in (None, *EFFORTS):
+        invalid("reasoning_effort", f"must be one of {', '.join(EFFORTS)}")
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        invalid("continue_final_message", "can't be used with add_generation_prompt")
+    if continued and (messages[-1].tool_calls or not messages[-1].content):
+        invalid("continue_final_message", "the last message must have content, and no calls")
     calls: dict[str, str] = {}
     """The function of every call so far, by the call's id."""
     return Dialogue(
         messages=tuple(_message(m, f"messages[{i}]", calls) for i, m in enumerate(messages)),
-        add_generation_prompt=add_generation_prompt,
-        arguments=arguments or {},
+        add_generation_prompt=body.add_generation_prompt is not False and not continued,
+        arguments=arguments,
         tools=tools,
+        continued=continued,
+        effort=effort,
     )
 
 

@@ -36,16 +36,27 @@ class PromptReader:
             admission.check_choices(len(asked.prompts), asked.n)
         except BadInput as error:
             raise ApiError(400, str(error), param="n") from error
-        return await self.tokens(asked.prompts, record, lingo)
+        return await self.tokens(asked.prompts, record, lingo, truncated=asked.truncated)
 
     async def tokens(
-        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, *, special: bool = True
+        self,
+        prompts: Sequence[Prompt],
+        record: ModelRecord,
+        lingo: Lingo,
+        *,
+        special: bool = True,
+        truncated: int | None = None,
     ) -> Read:
-        """Prompts of one kind. `special`: whether a bare prompt begins as the
-        model wants it. Errors as of `read`."""
+        """Prompts of one kind. `special`: whether a bare prompt begins as the model wants it.
+        `truncated`: the most tokens of a prompt, of which the last ones stay; None: as many as the
+        context has. Errors as of `read`."""
         field = "messages" if isinstance(prompts[0], Dialogue) else "prompt"
+        context = record.context_length
+        if truncated is not None and truncated > context:
+            invalid("truncate_prompt_tokens", f"must be at most the model's context, {context}")
+        most = context if truncated is None else context * lingo.codec.longest
         try:
-            found = await self._tokens(prompts, record, lingo, special)
+            found = await self._tokens(prompts, record, lingo, special, most)
         except admission.TooLong as error:
             code = "context_length_exceeded"
             raise ApiError(400, str(error), param=field, code=code) from error
@@ -54,28 +65,40 @@ class PromptReader:
                 invalid(field, "has no tokens")
             if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
                 invalid(field, f"token ids must be between 0 and {lingo.vocab_size - 1}")
+            if truncated is not None:
+                begins = isinstance(prompts[0], str) and special and ids[0] == lingo.codec.bos
+                del ids[int(begins) : max(len(ids) - truncated + int(begins), int(begins))]
         return found
 
     async def _tokens(
-        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, special: bool
+        self,
+        prompts: Sequence[Prompt],
+        record: ModelRecord,
+        lingo: Lingo,
+        special: bool,
+        most: int,
     ) -> Read:
         if isinstance(dialogue := prompts[0], Dialogue):
             text, form = await self._renderer.render(dialogue, record, lingo)
-            ids = await lingo.codec.encode_chats([text], record.context_length)
-            return Read(ids, form)
-        return Read(await self._encode(prompts, record, lingo, special), Form())
+            return Read(await lingo.codec.encode_chats([text], most), form)
+        return Read(await self._encode(prompts, record, lingo, special, most), Form())
 
     async def _encode(
-        self, prompts: Sequence[Prompt], record: ModelRecord, lingo: Lingo, special: bool
+        self,
+        prompts: Sequence[Prompt],
+        record: ModelRecord,
+        lingo: Lingo,
+        special: bool,
+        most: int,
     ) -> list[list[int]]:
         texts = [prompt for prompt in prompts if isinstance(prompt, str)]
         for text in texts:
             admission.check_chars(len(text), lingo.codec.longest, record.context_length)
         if texts and special:
-            return await lingo.codec.encode_prompts(texts, record.context_length)
+            return await lingo.codec.encode_prompts(texts, most)
         if texts:
-            return await lingo.codec.encode_chats(texts, record.context_length)
+            return await lingo.codec.encode_chats(texts, most)
         lists = [prompt for prompt in prompts if isinstance(prompt, list)]
         for ids in lists:
-            admission.check_prompt(len(ids), record.context_length)
+            admission.check_prompt(len(ids), most)
         return lists

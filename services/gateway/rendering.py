@@ -25,6 +25,8 @@ MAX_WAITING = 1024
 """The most chats of one model that wait for its template."""
 MAX_MANNERS = 1024
 """The number of templates whose manner is remembered."""
+_CUT = "\ue000the reply goes on here\ue001 "
+"""Stands behind the content of a message that is continued."""
 _SHORT_ID = re.compile(f"[A-Za-z0-9]{{{SHORT_ID}}}")
 
 
@@ -50,6 +52,8 @@ class ChatRenderer:
             _check_manner(dialogue, manner, record)
             dialect = dialect_of(manner.call)
             messages = tuple(_in_manner(message, manner, dialect) for message in messages)
+        if dialogue.continued:
+            messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _CUT})
         developer = developer_role(template.source)
         job = Render(
             template,
@@ -58,11 +62,13 @@ class ChatRenderer:
                 for message in messages
             ),
             dialogue.add_generation_prompt,
-            dict(dialogue.arguments),
+            {**_effort(template, dialogue.effort), **dialogue.arguments},
             lingo.codec.longest * record.context_length,
             dialogue.tools.described() if dialogue.tools else (),
         )
         text = await self._ask(job, record)
+        if dialogue.continued:
+            text = _before_cut(text, record)
         form = _form(text, dialogue, dialect, lingo)
         return (text + dialect.opening if dialect and form.calling else text), form
 
@@ -84,6 +90,27 @@ class ChatRenderer:
             message = f"model {record.name!r} can't be served now: {outcome.why}"
             raise ApiError(503, message, code=ModelError.code, retry_after=1)
         return outcome.text
+
+
+def _before_cut(text: str, record: ModelRecord) -> str:
+    """The prompt up to the end of the last message's content. A template that trims a message also
+    trims what it would have had at its end."""
+    before, found, after = text.rpartition(_CUT.strip())
+    if not found:
+        template = f"the chat template of model {record.name!r}"
+        invalid("continue_final_message", f"{template} leaves out the last message")
+    return before if after.startswith(" ") else before.rstrip()
+
+
+def _effort(template: Template, effort: str | None) -> dict[str, Any]:
+    """The template's own switch for how much the model thinks."""
+    if effort is None:
+        return {}
+    if "reasoning_effort" in template.source:
+        return {"reasoning_effort": effort}
+    if "enable_thinking" not in template.source:
+        invalid("reasoning_effort", "the model's chat template has no switch for it; leave it out")
+    return {"enable_thinking": effort != "none"}
 
 
 def _form(prompt: str, dialogue: Dialogue, dialect: Dialect | None, lingo: Lingo) -> Form:

@@ -10,11 +10,18 @@ from shared import grammar
 from shared.errors import BadInput
 
 ANY_OBJECT = {"type": "object"}
+GUIDED = {
+    "json": "guided_json",
+    "regex": "guided_regex",
+    "choice": "guided_choice",
+    "grammar": "guided_grammar",
+}
+"""vLLM's older names of fields of structured_outputs."""
 
 
 def grammar_of(body: Common) -> str:
     """The grammar that the text must follow; empty if there is none."""
-    asked, wanted = body.response_format, body.structured_outputs
+    asked, wanted = body.response_format, _structure(body)
     if asked is None or asked.type == "text":
         asked = None
     if asked is None and wanted is None:
@@ -35,6 +42,16 @@ def check_ends(body: Common, param: str) -> None:
         invalid("ignore_eos", f"can't be used with {param}: its text has an end")
     if body.min_tokens:
         invalid("min_tokens", f"can't be used with {param}: its text may have to end before")
+
+
+def _structure(body: Common) -> StructuredOutputs | None:
+    """What is asked for, by whichever name."""
+    guided = {new: getattr(body, old) for new, old in GUIDED.items() if getattr(body, old)}
+    if not guided:
+        return body.structured_outputs
+    if body.structured_outputs or len(guided) > 1:
+        invalid(GUIDED[next(iter(guided))], "give one structure only, in structured_outputs")
+    return StructuredOutputs(**guided)
 
 
 def grammar_field(body: Common) -> str:

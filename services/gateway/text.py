@@ -55,7 +55,8 @@ class TextCodec:
         """The most characters that a token stands for."""
         if self._tokenizer.normalizer is not None:
             self.longest *= SHRINKS
-        self._bos = self.token_id(bos) if bos else None
+        self.bos = self.token_id(bos) if bos else None
+        """The token that prompts begin with, if there is one."""
         self._add_bos = add_bos
 
     def token_id(self, token: str) -> int | None:
@@ -65,7 +66,7 @@ class TextCodec:
         """The tokens of bare prompts, with the special tokens that the model wants, and never two
         BOS. TooLong if a prompt has more than `most`."""
         found = await self._encode(texts, most, special=True)
-        bos = self._bos
+        bos = self.bos
         if bos is not None:
             for ids in found:
                 if ids[:2] == [bos, bos]:
@@ -111,6 +112,14 @@ class TextCodec:
     def token_text(self, token: int) -> str:
         """How the tokenizer itself writes a token. Empty for unknown ids."""
         return self._tokenizer.id_to_token(token) or ""
+
+    @property
+    def special_tokens(self) -> frozenset[int]:
+        return frozenset(self._special)
+
+    def tokens_of(self, text: str) -> list[int]:
+        """The tokens of a short piece of text. BadInput if it cannot be tokenized."""
+        return self._encode_now([text], False, len(text) * _UTF8_LONGEST)[0]
 
     def special(self, token: int) -> str | None:
         """How a prompt writes a special token; None for other tokens."""
@@ -231,8 +240,10 @@ class StopStrings:
     from strangers.
     """
 
-    def __init__(self, stops: Stops) -> None:
+    def __init__(self, stops: Stops, kept: bool = False) -> None:
+        """`kept`: whether the text ends behind the stop string, not before it."""
         self._stops = stops.strings
+        self._kept = kept
         self._met = [0] * len(self._stops)
         """How many characters of each stop string the text ends with."""
         self._held = ""
@@ -253,7 +264,7 @@ class StopStrings:
             begin, number = min(met)
             self.found, _ = self._stops[number]
             self._held = ""
-            return whole[:begin], True
+            return whole[: begin + len(self.found) * self._kept], True
         certain = len(whole) - max(self._met)
         self._held = whole[certain:]
         return whole[:certain], False

@@ -1,13 +1,11 @@
 """`/tokenize` and `/detokenize`, as vLLM has them: a model's tokens, without running it."""
 
-from typing import Any
-
 import msgspec
 
 from services.gateway.answer_bodies import DetokenizeAnswer, TokenizeAnswer
 from services.gateway.api_error import invalid
 from services.gateway.asked import Prompt
-from services.gateway.bodies import ChatMessage, Tool
+from services.gateway.bodies import TokenizeBody
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.history import dialogue_of
@@ -15,20 +13,6 @@ from services.gateway.prompts import PromptReader
 from services.gateway.replies.tools import tools_of
 from shared.errors import BadInput
 from shared.messages.pool import ModelRecord
-
-
-class TokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """Of a prompt, or of messages."""
-
-    model: str
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    """Whether a prompt begins as the model wants it. Null: it does."""
-    messages: list[ChatMessage] | None = None
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] | None = None
-    tools: list[Tool] | None = None
-    return_token_strs: bool | None = None
 
 
 class DetokenizeBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -52,12 +36,7 @@ def _prompt(body: TokenizeBody) -> Prompt:
     if (body.prompt is None) == (body.messages is None):
         invalid("prompt", "give either a prompt or messages")
     if body.messages is not None:
-        return dialogue_of(
-            body.messages,
-            body.add_generation_prompt,
-            body.chat_template_kwargs,
-            tools_of(body.tools or ()),
-        )
+        return dialogue_of(body, tools_of(body.tools or ()))
     assert body.prompt is not None
     return body.prompt
 

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import msgspec
 
-TOOLS = "use /v1/chat/completions"
+CHATS = "use /v1/chat/completions"
 SILENT: dict[str, tuple[object, ...]] = {
     "tools": ([],),
     "tool_choice": ("none",),
@@ -16,9 +16,6 @@ SILENT: dict[str, tuple[object, ...]] = {
     "store": (False,),
     "modalities": (["text"],),
     "suffix": ("",),
-    "bad_words": ([],),
-    "skip_special_tokens": (True,),
-    "include_stop_str_in_output": (False,),
     "continue_final_message": (False,),
     "use_beam_search": (False,),
     "early_stopping": (False,),
@@ -31,17 +28,14 @@ SILENT: dict[str, tuple[object, ...]] = {
 }
 """For each parameter, the values that change nothing. For all others that is null only."""
 INSTEAD = {
-    "tools": TOOLS,
-    "tool_choice": TOOLS,
+    "tools": CHATS,
+    "tool_choice": CHATS,
     "functions": "use tools",
     "function_call": "use tool_choice",
-    "reasoning_effort": "give the template's own switch in chat_template_kwargs",
+    "reasoning_effort": CHATS,
+    "continue_final_message": CHATS,
     "verbosity": "say it in a message",
     "store": "nothing is stored",
-    "guided_json": 'use structured_outputs: {"json": ...}',
-    "guided_regex": 'use structured_outputs: {"regex": ...}',
-    "guided_choice": 'use structured_outputs: {"choice": ...}',
-    "guided_grammar": 'use structured_outputs: {"grammar": ...}',
     "regex": 'use structured_outputs: {"regex": ...}',
     "ebnf": 'use structured_outputs: {"grammar": ...}, in Lark syntax',
     "json_schema": "use response_format",
@@ -56,26 +50,15 @@ class Unsupported(msgspec.Struct, kw_only=True):
     """Fields of a body of its own that are refused beside these."""
     functions: Any = None
     function_call: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
     store: Any = None
     modalities: Any = None
     audio: Any = None
     web_search_options: Any = None
     suffix: Any = None
-    guided_json: Any = None
-    guided_regex: Any = None
-    guided_choice: Any = None
-    guided_grammar: Any = None
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
-    bad_words: Any = None
-    allowed_token_ids: Any = None
-    skip_special_tokens: Any = None
-    include_stop_str_in_output: Any = None
-    truncate_prompt_tokens: Any = None
-    continue_final_message: Any = None
     prompt_logprobs: Any = None
     use_beam_search: Any = None
     early_stopping: Any = None

@@ -7,6 +7,8 @@ submits prompt and tokens so far elsewhere, as the next attempt. While the prese
 runs, it is cancelled only after the next one was accepted.
 """
 
+from collections.abc import Iterator
+
 import msgspec
 
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
@@ -48,9 +50,21 @@ class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """(token, number to add to its logit)."""
     min_tokens: int = 0
     """Stop ids are not drawn before this many tokens were generated."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of tokens that are not generated: the last token of each is not drawn after the
+    others of it. The prompt does not count."""
+    allowed: tuple[int, ...] = ()
+    """The only tokens that are drawn, in order. Empty: all of them are."""
     grammar: str = ""
     """A grammar, in the form of `shared.grammar`, that the generated text follows. It may end where
     the grammar may."""
+
+    @property
+    def named(self) -> Iterator[int]:
+        """The tokens that they name."""
+        yield from (token for token, _ in self.logit_bias)
+        yield from (token for word in self.bad_words for token in word)
+        yield from self.allowed
 
 
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):

@@ -3,13 +3,13 @@
 from aiohttp import web
 
 from services.gateway.answer_bodies import DetokenizeAnswer, TokenizeAnswer
-from services.gateway.bodies import decoded
+from services.gateway.bodies import TokenizeBody, decoded
 from services.gateway.connections import Connections
 from services.gateway.http import sending
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
 from services.gateway.prompts import PromptReader
-from services.gateway.tokenizing import DetokenizeBody, TokenizeBody, detokenized, tokenized
+from services.gateway.tokenizing import DetokenizeBody, detokenized, tokenized
 
 
 class Tokens:

@@ -71,6 +71,12 @@ def wrong_rules(rules: LogitRules) -> str:
         return "a frequency or presence penalty that is no finite number"
     if not all(0 <= token < END and isfinite(bias) for token, bias in rules.logit_bias):
         return "a logit bias that is no finite number, or on what is no token id"
+    if not all(rules.bad_words) or not all(0 <= t < END for word in rules.bad_words for t in word):
+        return "a bad word that is no sequence of token ids"
+    if rules.allowed and not 0 <= rules.allowed[0] <= rules.allowed[-1] < END:
+        return "allowed tokens that are no token ids"
+    if any(one >= other for one, other in pairwise(rules.allowed)):
+        return "allowed tokens that are not in order"
     if rules.min_tokens < 0:
         return f"at least {rules.min_tokens} tokens"
     return ""

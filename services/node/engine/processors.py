@@ -6,6 +6,7 @@ sequence's KV. The state is a function of the tokens alone, however they were di
 request that is resumed elsewhere goes on as if it had stayed.
 """
 
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -32,6 +33,14 @@ class Processor:
         self._seen = _Seen(context.tokens[: context.prompt_tokens])
         self._biased = np.array([token for token, _ in rules.logit_bias], dtype=np.intp)
         self._bias = np.array([bias for _, bias in rules.logit_bias])
+        self._refused = np.ones(0, dtype=bool)
+        """For each token, whether it is none of the allowed ones; empty: all are."""
+        if rules.allowed:
+            self._refused = np.ones(rules.allowed[-1] + 1, dtype=bool)
+            self._refused[list(rules.allowed)] = False
+        longest = max(map(len, rules.bad_words), default=1)
+        self._recent: deque[int] = deque(maxlen=longest - 1)
+        """The last tokens drawn, as many as a bad word has before its end."""
         self._drawn = 0
         self._matcher, self._ends = None, []
         if rules.grammar:
@@ -47,6 +56,7 @@ class Processor:
     def accept(self, token: int) -> None:
         """Records that `token` was drawn."""
         self._drawn += 1
+        self._recent.append(token)
         self._seen.add(token)
         if self._matcher is not None and token not in self._stop_ids:
             self._matcher.consume_token(token)
@@ -66,8 +76,20 @@ class Processor:
         logits[self._biased] += self._bias
         if self._drawn < rules.min_tokens:
             logits[self._stop_ids[self._stop_ids < len(logits)]] = -np.inf
+        if len(self._refused):
+            logits[: len(self._refused)][self._refused] = -np.inf
+            logits[len(self._refused) :] = -np.inf
+        for word in rules.bad_words:
+            if self._would_end(word):
+                logits[word[-1]] = -np.inf
         if self._matcher is not None:
             logits[~self._allowed(self._matcher, len(logits))] = -np.inf
+
+    def _would_end(self, word: tuple[int, ...]) -> bool:
+        """Whether all tokens of a bad word but the last one were just drawn."""
+        before = len(word) - 1
+        recent = tuple(self._recent)
+        return len(recent) >= before and recent[len(recent) - before :] == word[:-1]
 
     def _allowed(self, matcher: LLMatcher, vocab_size: int) -> npt.NDArray[np.bool_]:
         """A mask of the allowed tokens, [vocab]. The request's stop ids stand for the grammar's

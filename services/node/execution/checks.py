@@ -20,10 +20,10 @@ def check_prompt(submit: Submit, manifest: Manifest) -> None:
     if submit.image:
         raise BadInput(f"request {submit.request} has an image, model {submit.model_id} reads text")
     vocab_size = manifest.config["vocab_size"]
-    biased = [token for token, _ in submit.rules.logit_bias] if submit.rules else []
-    if min(biased, default=0) < 0 or max((*submit.tokens, *biased), default=0) >= vocab_size:
+    named = list(submit.rules.named) if submit.rules else []
+    if min(named, default=0) < 0 or max((*submit.tokens, *named), default=0) >= vocab_size:
         raise BadInput(
-            f"request {submit.request} has token id {max((*submit.tokens, *biased))}, "
+            f"request {submit.request} has token id {max((*submit.tokens, *named))}, "
             f"model {submit.model_id} has ids from 0 to {vocab_size - 1}"
         )
 

@@ -52,7 +52,14 @@ def refused(body: dict[str, Any], read: Callable[[bytes], Asked]) -> ApiError:
         ({"structured_outputs": {"json": "[]"}}, "structured_outputs.json"),
         ({"structured_outputs": {"choice": ["a", ""]}}, "structured_outputs.choice"),
         ({"structured_outputs": {"structural_tag": "x"}}, "structured_outputs.structural_tag"),
-        ({"guided_json": {"type": "object"}}, "guided_json"),
+        ({"guided_json": {"type": "objec"}, "guided_regex": "a"}, "guided_json"),
+        ({"guided_regex": "a", "structured_outputs": {"regex": "a"}}, "guided_regex"),
+        ({"bad_words": [""]}, "bad_words"),
+        ({"bad_words": ["a"] * 129}, "bad_words"),
+        ({"allowed_token_ids": []}, "allowed_token_ids"),
+        ({"allowed_token_ids": [-1]}, "allowed_token_ids"),
+        ({"truncate_prompt_tokens": 0}, "truncate_prompt_tokens"),
+        ({"truncate_prompt_tokens": 5, "echo": True}, "truncate_prompt_tokens"),
     ],
 )
 def test_bad_values(change: dict[str, Any], param: str) -> None:
@@ -83,14 +90,7 @@ def test_what_changes_nothing_is_taken() -> None:
         {"functions": [{"name": "f"}]},
         {"function_call": "auto"},
         {"store": True},
-        {"reasoning_effort": "low"},
         {"best_of": 2},
-        {"bad_words": ["a"]},
-        {"allowed_token_ids": [5]},
-        {"skip_special_tokens": False},
-        {"include_stop_str_in_output": True},
-        {"truncate_prompt_tokens": 5},
-        {"continue_final_message": True},
         {"prompt_logprobs": 0},
         {"use_beam_search": True},
         {"length_penalty": 0.5},
@@ -116,8 +116,16 @@ def test_the_table_of_what_is_refused_names_fields() -> None:
     assert set(SILENT) | set(INSTEAD) <= known
 
 
-@pytest.mark.parametrize("change", [{"tools": [{"type": "function"}]}, {"tool_choice": "auto"}])
-def test_completions_have_no_tools(change: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tool_choice": "auto"},
+        {"reasoning_effort": "low"},
+        {"continue_final_message": True},
+    ],
+)
+def test_what_only_chats_have(change: dict[str, Any]) -> None:
     (name,) = change
     said = f"{name}: is not supported; leave it out (use /v1/chat/completions)"
     assert str(refused({**ASK, **change}, completion)) == said
@@ -184,6 +192,28 @@ def test_an_answer_can_be_sent_back_as_it_came() -> None:
 
 
 @pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"continue_final_message": True, "messages": [USER, {"role": "assistant"}]},
+         "continue_final_message"),
+        ({"reasoning_effort": "some"}, "reasoning_effort"),
+    ],
+)  # fmt: skip
+def test_bad_values_of_chats(change: dict[str, Any], param: str) -> None:
+    error = refused({**CHAT, **change}, chat)
+    assert msgspec.json.decode(error.body)["error"]["param"] == param
+
+
+@pytest.mark.parametrize("name", ["json", "regex", "choice", "grammar"])
+def test_older_names_of_structures(name: str) -> None:
+    value: object = {"json": {"type": "object"}, "choice": ["a", "b"]}.get(name, 'start: "a"')
+    older = completion(msgspec.json.encode({**ASK, f"guided_{name}": value}))
+    newer = completion(msgspec.json.encode({**ASK, "structured_outputs": {name: value}}))
+    assert older.rules.grammar == newer.rules.grammar != ""
+
+
+@pytest.mark.parametrize(
     "change", [{"top_logprobs": 2}, {"top_logprobs": 21, "logprobs": True}, {"top_logprobs": -1}]
 )
 def test_bad_top_logprobs(change: dict[str, Any]) -> None:
@@ -193,5 +223,5 @@ def test_bad_top_logprobs(change: dict[str, Any]) -> None:
 
 def test_the_allowed_range_is_said() -> None:
     assert "-2 to 2" in str(refused({**ASK, "presence_penalty": 3}, completion))
-    old = refused({**ASK, "guided_regex": "a"}, completion)
-    assert 'use structured_outputs: {"regex": ...}' in str(old)
+    old = refused({**ASK, "ebnf": "a"}, completion)
+    assert 'use structured_outputs: {"grammar": ...}' in str(old)

@@ -6,7 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from services.gateway.core.admission import TooLong
 from services.gateway.text import DecodeStream, Offsets, Stops, StopStrings, TextCodec
 from shared.errors import BadInput, ModelError
-from tests.unit.gateway.support import BOS, EOS_ID, TOKENIZER, VOCAB, ids_of
+from tests.unit.gateway.support import BOS, EOS_ID, SPECIAL, TOKENIZER, VOCAB, ids_of
 
 CODEC = TextCodec(TOKENIZER.to_str().encode(), bos=BOS)
 
@@ -172,6 +172,21 @@ def test_stops_cut_at_the_first_hit_however_the_text_comes(
     hits = [at for stop in stops if (at := given_text.find(stop)) >= 0]
     assert met == bool(hits)
     assert out == (given_text[: min(hits)] if hits else given_text)
+
+
+def test_a_stop_string_can_be_kept() -> None:
+    matcher = StopStrings(Stops(("END", "ND")), kept=True)
+    assert matcher.push("text E") == ("text ", False)
+    assert matcher.push("ND more") == ("END", True)
+    assert matcher.found == "END"
+
+
+@given(st.lists(st.integers(0, VOCAB - 1), max_size=60), st.sets(st.integers(0, 3)))
+def test_special_tokens_can_be_shown(ids: list[int], shown: set[int]) -> None:
+    stream = DecodeStream(CODEC, (), frozenset(shown))
+    text = "".join([*(stream.step(token) for token in ids), stream.flush()])
+    left = [token for token in ids if token in shown or token >= len(SPECIAL)]
+    assert text == TOKENIZER.decode(left, skip_special_tokens=False)
 
 
 def test_only_what_may_begin_a_stop_is_held_back() -> None:

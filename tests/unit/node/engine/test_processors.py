@@ -10,7 +10,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor
+from transformers.generation.logits_process import (
+    NoBadWordsLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from services.local.demo_tokenizer import EOS as END
 from services.local.demo_tokenizer import SPECIAL_TOKENS, train_tokenizer
@@ -64,6 +67,33 @@ def test_repetition_penalty_is_that_of_transformers(
     oracle = RepetitionPenaltyLogitsProcessor(penalty)
     theirs = oracle(torch.tensor([prompt + drawn]), logits[None].clone())[0]
     np.testing.assert_allclose(ours, np.asarray(theirs), rtol=1e-12)
+
+
+@given(
+    TOKENS,
+    st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=3), min_size=1, max_size=4),
+    st.lists(st.integers(0, 5), min_size=1, max_size=8),
+)
+def test_bad_words_are_those_of_transformers(
+    prompt: list[int], words: list[list[int]], drawn: list[int]
+) -> None:
+    """Who looks at the whole text; here the prompt does not count."""
+    rules = LogitRules(bad_words=tuple(map(tuple, words)))
+    oracle = NoBadWordsLogitsProcessor(words)
+    logits = noise(1)
+    theirs = oracle(torch.tensor([drawn]), logits[None].clone())[0]
+    np.testing.assert_array_equal(applied(rules, prompt, drawn, logits), np.asarray(theirs))
+    singles = {word[0] for word in words if len(word) == 1}
+    found = np.isneginf(applied(rules, prompt, [], logits))
+    assert set(np.flatnonzero(found)) == singles
+
+
+def test_only_allowed_tokens_are_left() -> None:
+    logits = noise(1)
+    values = applied(LogitRules(allowed=(2, 5, 300)), [1], [], logits)
+    left = np.flatnonzero(np.isfinite(values))
+    assert left.tolist() == [2, 5, 300]
+    assert values[left].tolist() == logits.numpy()[left].tolist()
 
 
 @given(TOKENS, TOKENS, st.floats(-2, 2), st.floats(-2, 2), st.integers(0, 2**32))
