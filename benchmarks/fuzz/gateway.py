@@ -41,6 +41,8 @@ class Operation:
     """Those that the document declares."""
     body: Mapping[str, Any] | None
     """The schema of its JSON."""
+    form: bool
+    """Whether it takes a form, too."""
 
 
 def operations(document: Mapping[str, Any]) -> list[Operation]:
@@ -50,7 +52,8 @@ def operations(document: Mapping[str, Any]) -> list[Operation]:
             content = operation.get("requestBody", {}).get("content", {})
             body = content.get("application/json", {}).get("schema")
             statuses = frozenset(map(int, operation["responses"]))
-            found.append(Operation(method.upper(), path, statuses, body))
+            form = "multipart/form-data" in content
+            found.append(Operation(method.upper(), path, statuses, body, form))
     return found
 
 
@@ -107,6 +110,8 @@ class Gateway:
             odd = source.random.choice((0.0, 0.02, 0.1))
             data = source.json(self._schemas.value(operation.body, odd=odd))
         headers = {"Content-Type": "application/json"} if source.chance(0.95) else {}
+        if operation.form and source.chance(0.3):
+            data, headers["Content-Type"] = self._form()
         if source.chance(0.2):
             headers[source.random.choice(HEADERS)] = self._header()
         path = operation.path.split("{")[0]
@@ -144,6 +149,22 @@ class Gateway:
                 self._report.find(f"{part}: no JSON", f"{text[:200]} {example}")
         if "server_error" in text or '"api_error"' in text:
             self._report.find(f"{part}: an event that says failure", f"{text[-300:]} {example}")
+
+    def _form(self) -> tuple[bytes, str]:
+        """The body, and its Content-Type."""
+        source, parts = self._source, []
+        for name in source.random.sample(("model", "image", "top_k", "x"), 3):
+            file = '; filename="f"' if source.chance(0.5) else ""
+            encoding = source.random.choice(("", "", "Content-Type: text/plain; charset=x\r\n",
+                                             "Content-Transfer-Encoding: base64\r\n",
+                                             "Content-Transfer-Encoding: x\r\n"))  # fmt: skip
+            value = self._model if name == "model" else source.text()
+            head = f'--b\r\nContent-Disposition: form-data; name="{name}"{file}\r\n'
+            parts.append(f"{head}{encoding}\r\n{value}")
+        data = ("\r\n".join(parts) + "\r\n--b--\r\n").encode()
+        kinds = ("; boundary=b", "; boundary=b", "", "; boundary=other", "; boundary=" + "x" * 80)
+        kind = "multipart/form-data" + source.random.choice(kinds)
+        return (source.damaged(data) if source.chance(0.5) else data), kind
 
     def _header(self) -> str:
         """Any that a client can send."""

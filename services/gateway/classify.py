@@ -20,7 +20,7 @@ import msgspec
 from aiohttp import web
 
 from services.gateway.answer_bodies import Classification, ClassifiedAs
-from services.gateway.api_error import invalid
+from services.gateway.api_error import ApiError, invalid
 from services.gateway.bodies import decoded
 from services.gateway.catalog import Sight
 from services.gateway.choices import Choice
@@ -114,7 +114,12 @@ class _Labels:
 
 
 async def _form(request: web.Request) -> Classify:
-    fields = await request.post()
+    try:
+        fields = await request.post()
+    except (web.HTTPException, web.RequestPayloadError, OSError):
+        raise
+    except Exception as error:  # aiohttp tells what is wrong with a form by errors of any kind
+        raise ApiError(400, f"the form cannot be read: {error!r}") from error
     files = [field.file for field in fields.values() if isinstance(field, web.FileField)]
     try:
         return _of_form(fields)

@@ -200,3 +200,30 @@ async def test_an_image_goes_to_another_node_when_its_node_fails(
     assert answer["data"][0]["label"] == "eel"
     assert [s.image for s in second.submits] == [submit.image]
     assert second.submits[0].attempt == submit.attempt + 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "data"),
+    [
+        ("multipart/form-data", b"x"),
+        ("multipart/form-data; boundary=" + "b" * 80, b"x"),
+        ("multipart/form-data; boundary=b", b"x"),
+        ("multipart/form-data; boundary=b", b"--b\r\nNone--b--\r\n"),
+        (
+            "multipart/form-data; boundary=b",
+            b'--b\r\nContent-Disposition: form-data; name="model"\r\n'
+            b"Content-Transfer-Encoding: x\r\n\r\nvit\r\n--b--\r\n",
+        ),
+        (
+            "multipart/form-data; boundary=b",
+            b'--b\r\nContent-Disposition: form-data; name="model"\r\n'
+            b"Content-Type: text/plain; charset=x\r\n\r\nvit\r\n--b--\r\n",
+        ),
+    ],
+)
+async def test_a_form_that_is_none_is_the_clients_error(
+    http: aiohttp.ClientSession, kind: str, data: bytes
+) -> None:
+    async with http.post("/v1/classify", data=data, headers={"Content-Type": kind}) as response:
+        assert response.status == 400
+        assert (await response.json())["error"]["type"] == "invalid_request_error"

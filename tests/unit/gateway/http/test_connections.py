@@ -53,13 +53,14 @@ async def test_a_request_that_does_not_come_is_not_waited_for(sent: bytes, statu
         LINE + b"X: " + b"x" * 9000 + b"\r\n\r\n",
         b"POST http://[ HTTP/1.1\r\nHost: localhost\r\n\r\n",
         b"\x16\x03\x01 no HTTP\r\n\r\n",
+        LINE + b"Content-Encoding: gzip\r\nContent-Length: 9\r\nConnection: close\r\n\r\nno gzip..",
     ],
 )
 async def test_what_is_no_http_is_refused_and_fills_no_log(
     sent: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     async with running(replica(1)) as cluster:
-        assert (await said(cluster, sent)).startswith(b"HTTP/1.0 400")
+        assert (await said(cluster, sent)).startswith((b"HTTP/1.0 400", b"HTTP/1.1 400"))
     assert not caplog.records
 
 
