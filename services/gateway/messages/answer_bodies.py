@@ -33,12 +33,21 @@ class ToolUseContent(_Tagged, tag="tool_use"):
 Content = TextContent | ThinkingContent | ToolUseContent
 
 
+class ThinkingTokens(msgspec.Struct):
+    thinking_tokens: int
+
+
 class MessageUsage(msgspec.Struct, kw_only=True):
     input_tokens: int
     """Of the prompt, without those that were cached."""
     cache_creation_input_tokens: int = 0
     cache_read_input_tokens: int
+    cache_creation: None = None
     output_tokens: int
+    output_tokens_details: ThinkingTokens
+    server_tool_use: None = None
+    service_tier: Literal["standard"] = "standard"
+    inference_geo: None = None
 
 
 class Message(_Tagged, kw_only=True, tag="message"):
@@ -48,6 +57,8 @@ class Message(_Tagged, kw_only=True, tag="message"):
     content: list[Content]
     stop_reason: Stop | None
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
     usage: MessageUsage
 
 
@@ -91,6 +102,8 @@ class ContentBlockStop(_Tagged, tag="content_block_stop"):
 class StopDelta(msgspec.Struct):
     stop_reason: Stop | None
     stop_sequence: str | None
+    stop_details: None = None
+    container: None = None
 
 
 class MessageEnd(_Tagged, tag="message_delta"):

@@ -32,6 +32,7 @@ from services.gateway.messages.answer_bodies import (
     TextDelta,
     ThinkingContent,
     ThinkingDelta,
+    ThinkingTokens,
     ToolUseContent,
 )
 from services.gateway.messages.errors import error_body
@@ -121,6 +122,7 @@ class MessagesAnswers:
             input_tokens=usage.prompt_tokens - cached,
             cache_read_input_tokens=cached,
             output_tokens=usage.completion_tokens,
+            output_tokens_details=ThinkingTokens(usage.completion_tokens_details.reasoning_tokens),
         )
 
 

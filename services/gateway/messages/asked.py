@@ -1,6 +1,7 @@
 """What a body of the Messages API asks for, as a chat."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 import msgspec
 
@@ -10,17 +11,26 @@ from services.gateway.bodies import (
     CalledFunction,
     ChatBody,
     ChatMessage,
+    FunctionTool,
     JsonSchema,
+    NamedTool,
     ResponseFormat,
+    Tool,
     ToolCall,
+    ToolName,
 )
 from services.gateway.messages.bodies import (
+    AnyChoice,
+    AutoChoice,
     CountTokensBody,
     MessagesBody,
+    MessagesTool,
+    NoneChoice,
     TextPart,
     ThinkingAdaptive,
     ThinkingDisabled,
     ThinkingPart,
+    ToolChoice,
     ToolResultPart,
     ToolUsePart,
     Turn,
@@ -28,6 +38,8 @@ from services.gateway.messages.bodies import (
 
 NAMES = {
     "messages": "messages",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
     "stop": "stop_sequences",
     "response_format": "output_config.format",
 }
@@ -59,10 +71,37 @@ def _chat(body: CountTokensBody) -> ChatBody:
     if body.thinking is not None and not isinstance(body.thinking, ThinkingAdaptive):
         thinks = not isinstance(body.thinking, ThinkingDisabled)
         chat.chat_template_kwargs = {"enable_thinking": thinks}
+    chat.tools = [_tool(tool) for tool in body.tools or ()]
+    if (choice := body.tool_choice) is not None:
+        chat.tool_choice = _choice(choice)
+        chat.parallel_tool_calls = not choice.disable_parallel_tool_use
     if body.output_config is not None and (wanted := body.output_config.format):
         schema = JsonSchema(schema=wanted.schema)
         chat.response_format = ResponseFormat(type="json_schema", json_schema=schema)
     return chat
+
+
+def _tool(tool: MessagesTool) -> Tool:
+    function = FunctionTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.input_schema,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(
+    choice: AutoChoice | AnyChoice | NoneChoice | ToolChoice,
+) -> Literal["none", "auto", "required"] | NamedTool:
+    match choice:
+        case ToolChoice():
+            return NamedTool(type="function", function=ToolName(name=choice.name))
+        case AnyChoice():
+            return "required"
+        case NoneChoice():
+            return "none"
+    return "auto"
 
 
 def _messages(body: CountTokensBody) -> Iterator[ChatMessage]:

@@ -73,6 +73,38 @@ class OutputConfig(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     effort: None = None
 
 
+class MessagesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["custom"] | None = None
+    name: str
+    description: str | None = None
+    input_schema: dict[str, Any]
+    strict: bool | None = None
+    """As of a chat's functions."""
+    cache_control: Any = None
+    """Has no effect, as what follows."""
+    eager_input_streaming: bool | None = None
+
+
+class _ToolChoice(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, tag_field="type"):
+    disable_parallel_tool_use: bool | None = None
+
+
+class AutoChoice(_ToolChoice, tag="auto"):
+    pass
+
+
+class AnyChoice(_ToolChoice, tag="any"):
+    pass
+
+
+class NoneChoice(_ToolChoice, tag="none"):
+    pass
+
+
+class ToolChoice(_ToolChoice, kw_only=True, tag="tool"):
+    name: str
+
+
 class Metadata(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user_id: str | None = None
     """Has no effect."""
@@ -86,8 +118,8 @@ class CountTokensBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     output_config: OutputConfig | None = None
     cache_control: Any = None
     """Has no effect, as in a part."""
-    tools: None = None
-    tool_choice: None = None
+    tools: list[MessagesTool] | None = None
+    tool_choice: AutoChoice | AnyChoice | NoneChoice | ToolChoice | None = None
 
 
 class MessagesBody(CountTokensBody, kw_only=True, forbid_unknown_fields=True):

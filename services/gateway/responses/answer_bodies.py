@@ -4,6 +4,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from services.gateway.responses.bodies import NamedFunction, ResponsesTool
+
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 ResponseStatus = Literal["in_progress", "completed", "incomplete", "failed"]
 
@@ -100,6 +102,7 @@ class Response(msgspec.Struct, kw_only=True):
     id: str
     object: Literal["response"] = "response"
     created_at: int
+    completed_at: int | None
     status: ResponseStatus
     background: bool = False
     error: ResponseError | None
@@ -110,6 +113,8 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
     previous_response_id: None = None
     prompt_cache_key: str | None
     reasoning: ToldReasoning
@@ -118,8 +123,8 @@ class Response(msgspec.Struct, kw_only=True):
     store: bool = False
     temperature: float
     text: ToldText
-    tool_choice: Any
-    tools: list[Any]
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tools: list[ResponsesTool]
     top_logprobs: int = 0
     top_p: float
     truncation: Literal["disabled"] = "disabled"

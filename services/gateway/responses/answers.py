@@ -52,6 +52,7 @@ from services.gateway.responses.answer_bodies import (
 )
 from services.gateway.responses.bodies import ResponsesBody
 from services.gateway.text import TextCodec
+from shared.clock import wall_ns
 
 
 class ResponsesAnswers:
@@ -162,6 +163,7 @@ class ResponsesAnswers:
         return Response(
             id=f"resp_{self._id}",
             created_at=self._created,
+            completed_at=wall_ns() // 1_000_000_000 if status == "completed" else None,
             status=status,
             error=None,
             incomplete_details=IncompleteDetails("max_output_tokens")
@@ -178,8 +180,8 @@ class ResponsesAnswers:
             safety_identifier=body.safety_identifier,
             temperature=sampling.temperature,
             text=ToldText(self._format()),
-            tool_choice="auto",
-            tools=[],
+            tool_choice=body.tool_choice or "auto",
+            tools=body.tools or [],
             top_p=sampling.top_p,
             usage=None if running else self._usage(),
             user=body.user,

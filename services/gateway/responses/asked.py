@@ -1,6 +1,7 @@
 """What a body of the Responses API asks for, as a chat."""
 
 from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from services.gateway.api_error import invalid
 from services.gateway.asked import Asked, of_chat
@@ -8,14 +9,27 @@ from services.gateway.bodies import (
     CalledFunction,
     ChatBody,
     ChatMessage,
+    FunctionTool,
     JsonSchema,
+    NamedTool,
     ResponseFormat,
+    Tool,
     ToolCall,
+    ToolName,
 )
-from services.gateway.responses.bodies import InputItem, InputPart, ResponsesBody, TextFormat
+from services.gateway.responses.bodies import (
+    InputItem,
+    InputPart,
+    NamedFunction,
+    ResponsesBody,
+    ResponsesTool,
+    TextFormat,
+)
 
 NAMES = {
     "messages": "input",
+    "tools": "tools",
+    "tool_choice": "tool_choice",
     "max_completion_tokens": "max_output_tokens",
     "response_format": "text.format",
     "reasoning_effort": "reasoning.effort",
@@ -44,11 +58,32 @@ def asked_of(body: ResponsesBody) -> Asked:
     chat.top_p = body.top_p
     chat.user = body.user
     chat.prompt_cache_key = body.prompt_cache_key
+    chat.tools = [_tool(tool) for tool in body.tools or ()]
+    chat.tool_choice = _choice(body.tool_choice)
+    chat.parallel_tool_calls = body.parallel_tool_calls
     if body.reasoning is not None:
         chat.reasoning_effort = body.reasoning.effort
     if body.text is not None and body.text.format is not None:
         chat.response_format = _format(body.text.format)
     return of_chat(chat)
+
+
+def _tool(tool: ResponsesTool) -> Tool:
+    function = FunctionTool(
+        name=tool.name,
+        description=tool.description,
+        parameters=tool.parameters,
+        strict=tool.strict,
+    )
+    return Tool(type="function", function=function)
+
+
+def _choice(
+    choice: Literal["none", "auto", "required"] | NamedFunction | None,
+) -> Literal["none", "auto", "required"] | NamedTool | None:
+    if not isinstance(choice, NamedFunction):
+        return choice
+    return NamedTool(type="function", function=ToolName(name=choice.name))
 
 
 def _format(wanted: TextFormat) -> ResponseFormat:

@@ -64,6 +64,20 @@ class ResponsesStreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields
     """Has no effect."""
 
 
+class ResponsesTool(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    """As of a chat's functions."""
+
+
+class NamedFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     input: str | list[InputItem]
@@ -75,6 +89,7 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     top_p: float | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
+    parallel_tool_calls: bool | None = None
     metadata: dict[str, str] | None = None
     """Comes back with the answer."""
     user: str | None = None
@@ -82,15 +97,14 @@ class ResponsesBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     safety_identifier: str | None = None
     prompt_cache_retention: Any = None
     """Has no effect, as what follows."""
-    parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = None
     service_tier: Literal["auto", "default"] | None = None
     truncation: Literal["disabled"] | None = None
     include: list[Literal["reasoning.encrypted_content"]] | None = None
     """Has no effect: thoughts come in the clear."""
     top_logprobs: Literal[0] | None = None
-    tools: None = None
-    tool_choice: None = None
+    tools: list[ResponsesTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     # Refused with a hint.
     store: bool | None = None
     background: bool | None = None

@@ -11,10 +11,22 @@ import pytest
 
 from shared.config import GatewayConfig
 from tests.unit.gateway.http.builders import post
+from tests.unit.gateway.http.calling import PARAMETERS
+from tests.unit.gateway.http.calling import TEMPLATE as CALLING
+from tests.unit.gateway.http.calling import TEXT as CALLING_TEXT
 from tests.unit.gateway.http.described import Described
 from tests.unit.gateway.http.thinking import TEMPLATE
 from tests.unit.gateway.http.thinking import TEXT as THINKING_TEXT
-from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, replica, running, text_files
+from tests.unit.gateway.support import (
+    CONTEXT,
+    NAME,
+    TOKENIZER,
+    Cluster,
+    ids_of,
+    replica,
+    running,
+    text_files,
+)
 
 ASK: dict[str, Any] = {
     "model": NAME,
@@ -99,7 +111,7 @@ async def test_the_order_of_events(http: aiohttp.ClientSession) -> None:
     assert begun["content_block"] == {"type": "text", "text": "", "citations": None}
     assert {event["index"] for event in (begun, *deltas, stop)} == {0}
     assert "".join(event["delta"]["text"] for event in deltas) == TEXT[:3]
-    assert end["delta"] == {"stop_reason": "max_tokens", "stop_sequence": None}
+    assert (end["delta"]["stop_reason"], end["delta"]["stop_sequence"]) == ("max_tokens", None)
     assert end["usage"]["output_tokens"] == 3
 
 
@@ -162,6 +174,50 @@ async def test_thoughts_are_blocks_of_their_own(described: Described) -> None:
         block.to_dict() for block in answer.content
     ]
     assert [block.type for block in plain.content] == ["text"]
+
+
+TOOLS = [
+    {"name": "f", "description": "d", "input_schema": PARAMETERS},
+    {"name": "g", "input_schema": {"type": "object"}},
+]
+
+
+async def test_calls_of_tools_and_their_results(described: Described) -> None:
+    ask = {**ASK, "max_tokens": 140, "tools": TOOLS}
+    async with running(replica(1), files=text_files(CALLING)) as cluster:
+        cluster.nodes[1].script = lambda submit: ids_of(CALLING_TEXT)
+        url = cluster.service.url
+        async with anthropic.AsyncAnthropic(base_url=url, api_key="any") as client:
+            answer = await client.messages.create(**ask)
+            async with client.messages.stream(**ask) as stream:
+                streamed = await stream.get_final_message()
+            results = [
+                {"type": "tool_result", "tool_use_id": block.id, "content": "fine"}
+                for block in answer.content
+                if block.type == "tool_use"
+            ]
+            turns = [answer.to_param(), {"role": "user", "content": results}]
+            await client.messages.create(**{**ask, "messages": [*ASK["messages"], *turns]})
+            with pytest.raises(anthropic.BadRequestError, match="tools: "):
+                await client.messages.create(**{**ask, "tools": [TOOLS[0], TOOLS[0]]})
+            with pytest.raises(anthropic.BadRequestError, match="tool_choice: "):
+                await client.messages.create(**ask, tool_choice={"type": "tool", "name": "h"})
+        tracing = [described.tracing()]
+        async with aiohttp.ClientSession(url, trace_configs=tracing) as http:
+            found = await events(http, ask)
+    text, first, second = answer.content
+    assert answer.stop_reason == streamed.stop_reason == "tool_use"
+    assert (text.type, text.text) == ("text", "I call.")
+    assert (first.type, first.name, first.input) == ("tool_use", "f", {"a": "é"})
+    assert (second.type, second.name, second.input) == ("tool_use", "g", {})
+    assert [block.type for block in streamed.content] == ["text", "tool_use", "tool_use"]
+    assert [b.input for b in streamed.content if b.type == "tool_use"] == [{"a": "é"}, {}]
+    begun = [event["content_block"] for event in found if "content_block" in event]
+    assert [block.get("input") for block in begun] == [None, {}, {}]
+    deltas = {event["delta"]["type"] for event in found if "index" in event and "delta" in event}
+    assert deltas == {"text_delta", "input_json_delta"}
+    said = TOKENIZER.decode(list(cluster.nodes[1].submits[2].tokens), skip_special_tokens=False)
+    assert said.endswith("</tool_call>finefine")
 
 
 async def test_tokens_are_counted(client: anthropic.AsyncAnthropic) -> None:

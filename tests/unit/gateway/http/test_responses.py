@@ -11,9 +11,22 @@ from pydantic import BaseModel
 
 from services.gateway.encoder import WAITING
 from tests.unit.gateway.http.builders import post
+from tests.unit.gateway.http.calling import PARAMETERS
+from tests.unit.gateway.http.calling import TEMPLATE as CALLING
+from tests.unit.gateway.http.calling import TEXT as CALLING_TEXT
+from tests.unit.gateway.http.described import Described
 from tests.unit.gateway.http.thinking import TEMPLATE
 from tests.unit.gateway.http.thinking import TEXT as THINKING_TEXT
-from tests.unit.gateway.support import CONTEXT, NAME, Cluster, ids_of, replica, running, text_files
+from tests.unit.gateway.support import (
+    CONTEXT,
+    NAME,
+    TOKENIZER,
+    Cluster,
+    ids_of,
+    replica,
+    running,
+    text_files,
+)
 
 ASK: dict[str, Any] = {"model": NAME, "input": "hi"}
 TEXT = "hello world"
@@ -155,6 +168,55 @@ async def test_thoughts_are_items_of_their_own() -> None:
     last = found[-1]["response"]["output"]
     assert [item["content"][0]["text"] for item in last] == ["why", "so <think>"]
     assert [event["output_index"] for event in found if "item" in event] == [0, 0, 1, 1]
+
+
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "name": "f", "parameters": PARAMETERS, "strict": False},
+    {"type": "function", "name": "g"},
+]
+
+
+async def test_calls_of_tools_and_their_results(described: Described) -> None:
+    ask = {**ASK, "tools": TOOLS}
+    async with running(replica(1), files=text_files(CALLING)) as cluster:
+        cluster.nodes[1].script = lambda submit: ids_of(CALLING_TEXT)
+        url = cluster.service.url
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="any") as client:
+            answer = await client.responses.create(**ask)
+            results = [
+                {"type": "function_call_output", "call_id": item.call_id, "output": "fine"}
+                for item in answer.output
+                if item.type == "function_call"
+            ]
+            asked = [{"role": "user", "content": "hi"}, *answer.output, *results]
+            await client.responses.create(**{**ask, "input": asked})
+        tracing = [described.tracing()]
+        async with aiohttp.ClientSession(url, trace_configs=tracing) as http:
+            found = await events(http, ask)
+            status, refused = await post(
+                http, {**ask, "tool_choice": {"type": "function", "name": "h"}}, "responses"
+            )
+    assert (status, refused["error"]["param"]) == (400, "tool_choice")
+    message, first, second = answer.output
+    assert message.content[0].text == "I call."
+    assert (first.type, first.name, first.arguments) == ("function_call", "f", '{"a": "é"}')
+    assert (second.type, second.name, second.arguments) == ("function_call", "g", "{}")
+    assert first.call_id != second.call_id
+    names = [event["type"].removeprefix("response.") for event in found]
+    begin = names.index("function_call_arguments.delta")
+    assert names[begin - 1] == "output_item.added"
+    assert found[begin - 1]["item"]["arguments"] == ""
+    end = names.index("function_call_arguments.done")
+    assert names[end + 1] == "output_item.done"
+    assert set(names[begin:end]) == {"function_call_arguments.delta"}
+    assert found[end]["arguments"] == first.arguments
+    assert [item["type"] for item in found[-1]["response"]["output"]] == [
+        "message",
+        "function_call",
+        "function_call",
+    ]
+    said = TOKENIZER.decode(list(cluster.nodes[1].submits[1].tokens), skip_special_tokens=False)
+    assert said.endswith("</tool_call>finefine")
 
 
 async def test_a_stream_that_lives_says_so(

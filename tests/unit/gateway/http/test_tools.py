@@ -8,27 +8,17 @@ import aiohttp
 import pytest
 
 from tests.unit.gateway.http.builders import CHAT, events, post
+from tests.unit.gateway.http.calling import PARAMETERS, TEMPLATE, TEXT
 from tests.unit.gateway.http.described import Described
 from tests.unit.gateway.support import Cluster, ids_of, replica, running, text_files
 
-CALL = "{'name': call.function.name, 'arguments': call.function.arguments} | tojson"
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-    "{% for m in messages %}{{ m.content }}{% for call in m.tool_calls %}"
-    "<tool_call>\n{{ " + CALL + " }}\n</tool_call>{% endfor %}{% endfor %}"
-)
 MISTRAL = TEMPLATE.replace("<tool_call>\n", "[TOOL_CALLS] [").replace("\n</tool_call>", "]")
-PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}}}
 TOOL: dict[str, Any] = {
     "type": "function",
     "function": {"name": "f", "description": "d", "parameters": PARAMETERS, "strict": True},
 }
 OTHER = {"type": "function", "function": {"name": "g"}}
 ASK = {**CHAT, "tools": [TOOL, OTHER]}
-TEXT = (
-    'I call.\n<tool_call>\n{"name": "f", "arguments": {"a": "é"}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
-)
 CALLS = [("f", '{"a": "é"}'), ("g", "{}")]
 
 
