@@ -1,0 +1,81 @@
+"""Foreign clients and test suites, each at a fixed version and unmodified.
+
+In commands, {bin} is the folder of the suite's programs, {url} the gateway's URL, {model} the
+model's name, {checkpoint} its folder, {here} this folder and {out} an empty folder.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+COMPLY = "{bin}/llm-comply --api-key any --model {model} --timeout 120"
+SYNTHETIC = "prompt_tokens=64,output_tokens=32"
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    about: str
+    packages: tuple[str, ...]
+    """Of Python's index; none for a program that `npx` fetches."""
+    command: str
+
+
+SUITES: Mapping[str, Suite] = {
+    "openai-2": Suite(
+        "OpenAI's client, version 2, with checks of our own",
+        ("openai==2.54.0",),
+        "{bin}/python {here}/openai_checks.py {url}/v1 {model}",
+    ),
+    "openai-3": Suite(
+        "OpenAI's client, version 3, with the same checks",
+        ("openai==3.52.0",),
+        "{bin}/python {here}/openai_checks.py {url}/v1 {model}",
+    ),
+    "llm-comply-chat": Suite(
+        "shapes of chats",
+        ("llm-comply==0.5.0",),
+        f"{COMPLY} --base-url {{url}}/v1 --format openai-chat",
+    ),
+    "llm-comply-responses": Suite(
+        "shapes of responses",
+        ("llm-comply==0.5.0",),
+        f"{COMPLY} --base-url {{url}}/v1 --format open-responses",
+    ),
+    "llm-comply-messages": Suite(
+        "shapes of messages",
+        ("llm-comply==0.5.0",),
+        f"{COMPLY} --base-url {{url}}/v1 --format anthropic",
+    ),
+    "compatcanary": Suite(
+        "compatibility with OpenAI's API",
+        (),
+        "npx --yes compatcanary@0.2.2 scan --base-url {url}/v1 --model {model} --profile modern",
+    ),
+    "guidellm": Suite(
+        "load: guidellm",
+        ("guidellm==0.8.1",),
+        "{bin}/guidellm benchmark --target {url} --model {model} --processor {checkpoint} "
+        f"--data {SYNTHETIC} --rate-type concurrent --rate 4 --max-requests 40 "
+        "--output-path {out}/guidellm.json",
+    ),
+    "aiperf": Suite(
+        "load: aiperf",
+        ("aiperf==0.13.0",),
+        "{bin}/aiperf profile --url {url} --model {model} --tokenizer {checkpoint} "
+        "--endpoint-type chat --streaming --concurrency 4 --request-count 40 "
+        "--synthetic-input-tokens-mean 64 --output-tokens-mean 32 --artifact-dir {out} "
+        "--ui-type none",
+    ),
+    "lm-eval": Suite(
+        "evaluation: lm-evaluation-harness, on a task of ours that needs no download",
+        ("lm-eval[api]==0.4.13",),
+        "{bin}/lm_eval --model local-completions --include_path {here}/tasks "
+        "--tasks lambdascale_choice,lambdascale_answer --model_args "
+        "model={model},base_url={url}/v1/completions,tokenizer={checkpoint},num_concurrent=4",
+    ),
+    "schemathesis": Suite(
+        "requests made from /openapi.json, right and wrong ones",
+        ("schemathesis==4.32.5",),
+        "{bin}/schemathesis run {url}/openapi.json --max-examples 20 --seed 1 --no-color "
+        "--request-timeout 60",
+    ),
+}
