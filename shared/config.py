@@ -98,6 +98,9 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     """The longest wait for an instance, then 429 with Retry-After."""
     max_attempts: Count = 8
     """After this many failures a request ends with an error."""
+    check_s: Seconds = 60.0
+    """How often each replica is asked for the log probabilities of a few known tokens while it is
+    idle. One whose answers are not those of the others is taken out. 0: never."""
     keep_answers_s: Positive = 600.0
     """How long an answer with an `Idempotency-Key` can be fetched again. At least 1 s."""
     max_keys: Count = 10_000

@@ -108,6 +108,7 @@ TOPICS = (
     Topic(subjects.node_drop(_NODE_ID), says=REGISTRY, hears=NODE),
     Topic(subjects.node_report(_NODE_ID), says=REGISTRY | PLANNER, hears=NODE),
     Topic(subjects.node_ping(_NODE_ID), says=PLANNER | GATEWAY, hears=NODE),
+    Topic(subjects.node_distrust(_NODE_ID), says=GATEWAY, hears=NODE),
     Topic(subjects.node_story(_NODE_ID), says=OPERATOR, hears=NODE),
     Topic(subjects.node_submit(_NODE_ID), says=GATEWAY, hears=NODE),
     Topic(subjects.node_cancel(_NODE_ID), says=GATEWAY, hears=NODE),

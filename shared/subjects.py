@@ -136,6 +136,10 @@ def node_submit(node: NodeId) -> str:
     return f"{of_node(node)}submit"
 
 
+def node_distrust(node: NodeId) -> str:
+    return f"{of_node(node)}distrust"
+
+
 def node_cancel(node: NodeId) -> str:
     return f"{of_node(node)}cancel"
 

@@ -402,7 +402,7 @@ class Cluster:
             decide = system.scaling(self.spec.target)
             return lambda bus: planner(bus, self.planner_config, decide)
         if name == GATEWAY:
-            config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S)
+            config = GatewayConfig(max_queue=QUEUE, queue_timeout_s=QUEUE_TIMEOUT_S, check_s=0.0)
             return lambda bus: gateway(bus, config, listen=False, routing=system.routing)
         return self._node(int(name.removeprefix(NODE)))
 

@@ -8,9 +8,11 @@ from typing import Any
 import structlog
 
 from services.gateway.core import admission
+from services.gateway.core.agreement import Verdict
 from services.gateway.core.commands import (
     AskWhetherAlive,
     Broken,
+    Checked,
     Command,
     Emit,
     End,
@@ -36,7 +38,7 @@ from shared.messages import Message, Ok, Ping
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import FirstPartialToken
-from shared.messages.serving import Submit, Tokens
+from shared.messages.serving import Distrust, Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 3.0
 PING_TIMEOUT_S = 0.3
@@ -152,6 +154,8 @@ class Frontend:
                 self._log.debug("resumed", reason=command.reason, detail=command.detail)
             case Opened():
                 self._metrics.opened.labels(command.name, command.why).inc()
+            case Checked():
+                self._checked(command)
             case Served():
                 self._served(command)
             case Switched():
@@ -229,6 +233,15 @@ class Frontend:
         sent = self._bus.publish(subject, message)
         if error := await failure_of(sent, self._contain, f"a message on {subject}"):
             self._log.warning("not published", subject=subject, error=str(error))
+
+    def _checked(self, command: Checked) -> None:
+        self._metrics.checks.labels(command.name, command.verdict).inc()
+        if command.verdict != Verdict.WRONG.value:
+            return
+        why = f"its answers for model {command.name!r} are not those of other replicas"
+        self._log.error("a node answers wrong", node=command.node, model=command.name)
+        work = self._publish(subjects.node_distrust(command.node), Distrust(why=why))
+        self._spawn(work, f"distrust {command.node}")
 
     # --- records -------------------------------------------------------------
 

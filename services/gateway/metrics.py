@@ -48,6 +48,7 @@ class Metrics:
             "model",
             "choice",
         )
+        self.checks = counter("checks", "Checks of replicas, by verdict", "model", "verdict")
         self.opened = counter(
             "breaker_opened", "Times that an instance was left alone", "model", "reason"
         )

@@ -12,6 +12,7 @@ from aiohttp import web
 from services.gateway.books import Books
 from services.gateway.catalog import Catalog
 from services.gateway.connections import Connections
+from services.gateway.core.checks import PROMPT
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.reporting import Reporting
@@ -45,6 +46,7 @@ from shared.messages.pool import (
     Models,
     ModelsQuery,
     NodeGone,
+    Task,
 )
 from shared.messages.serving import Tokens
 from shared.messages.story import StoryQuery, Told
@@ -102,6 +104,7 @@ class GatewayService(Service):
             stall_s=STALL_S,
             max_attempts=config.max_attempts,
             routing=routing,
+            check_s=config.check_s,
         )
         self._dispatch = self.dispatch_type(rules)
         self.frontend = Frontend(
@@ -317,7 +320,8 @@ class GatewayService(Service):
         if known is not None and known.model_id != record.model_id:
             self._remove(known.name, known.model_id)
         self._catalog.records[record.name] = record
-        self._dispatch.add_model(record.name, record.model_id)
+        checked = record.task is Task.TEXT and record.context_length > len(PROMPT)
+        self._dispatch.add_model(record.name, record.model_id, checked)
         if self._listen:
             name = f"prefetch {record.name}"
             self.spawn(self._prefetch(record), name=name, contained=True)

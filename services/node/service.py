@@ -56,7 +56,7 @@ from shared.messages.scaling import (
     ModelImported,
     ReleaseModel,
 )
-from shared.messages.serving import Cancel, Submit, Tokens
+from shared.messages.serving import Cancel, Distrust, Submit, Tokens
 from shared.messages.story import StoryQuery, Told
 from shared.pool_pages import read_nodes
 from shared.service import Service
@@ -100,6 +100,8 @@ class NodeService(Service):
         self._hung = hung
         self._unfit = ""
         """Why it takes nothing new; empty: it is fit."""
+        self._distrusted = ""
+        """What a gateway found wrong with its answers; empty: nothing."""
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
         self._status_due = asyncio.Event()
         self._status_cause = ""
@@ -280,7 +282,7 @@ class NodeService(Service):
         watchdog, why = Watchdog(self._config.engine_timeout_s), ""
         while not why:
             await asyncio.sleep(LOOK_S)
-            why = watchdog.look(self._worker.pulse(), now())
+            why = self._distrusted or watchdog.look(self._worker.pulse(), now())
         self._unfit = why
         self.log.error("unfit", why=why)
         self._hung()
@@ -289,6 +291,9 @@ class NodeService(Service):
         for gateway, tokens in self._owners.failures(error):
             await self._publish(subjects.gateway_tokens(gateway), tokens)
         self._worker.give_up(error)
+
+    async def _on_distrust(self, message: Distrust) -> None:
+        self._distrusted = message.why
 
     # --- its place in the cluster ---
 
@@ -321,6 +326,8 @@ class NodeService(Service):
         for subject in (subjects.POOL_REPORT, subjects.node_report(node)):
             self.own(await bus.subscribe(subject, On(ReportStatus, self._on_report)))
         self.own(await bus.subscribe(subjects.node_cancel(node), On(Cancel, self._on_cancel)))
+        distrust = On(Distrust, self._on_distrust)
+        self.own(await bus.subscribe(subjects.node_distrust(node), distrust))
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))

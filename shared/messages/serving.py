@@ -117,6 +117,13 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
     attempt: int
 
 
+class Distrust(Message, frozen=True, kw_only=True, tag="distrust"):
+    """Gateway -> node, one way: the node's answers are wrong. It is unfit from then on, and ends.
+    The next process checks all weights that it takes over."""
+
+    why: str
+
+
 class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """Natural logarithms of probabilities at one position, as the model gives them, before any
     rule, temperature or cut."""

@@ -81,6 +81,6 @@ class Breakers:
             self._tell(route, f"{route.instance.id} is well again")
 
     def _tell(self, route: Route, text: str) -> None:
-        ledger, instance = self._ledger, route.instance
-        about = (instance.id, self._name, *(stage.node for stage in instance.stages))
-        ledger.story.tell(ledger.now, ledger.cause, text, *about)
+        instance = route.instance
+        nodes = (stage.node for stage in instance.stages)
+        self._ledger.tell_about(text, instance.id, self._name, *nodes)

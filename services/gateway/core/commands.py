@@ -98,6 +98,15 @@ class Opened(_Command, frozen=True, gc=False):
     """`refused`, `failed` or `slow`."""
 
 
+class Checked(_Command, frozen=True, gc=False):
+    """Record that a replica was checked, and tell its node if it is wrong."""
+
+    name: ModelName
+    node: NodeId
+    verdict: str
+    """See `agreement.Verdict`."""
+
+
 class AskWhetherAlive(_Command, frozen=True):
     """Find out which of these nodes have no process any more, and report it. An attempt of the
     request broke off there."""
@@ -118,4 +127,5 @@ class Broken(_Command, frozen=True):
 
 Piece = Scored | Emit | End
 """The pieces that a request's client gets, in order."""
-Command = Send | Withdraw | Piece | Resumed | Opened | Served | Switched | AskWhetherAlive | Broken
+Record = Resumed | Opened | Checked | Served | Switched
+Command = Send | Withdraw | Piece | Record | AskWhetherAlive | Broken

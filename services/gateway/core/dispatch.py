@@ -68,8 +68,10 @@ class Dispatch:
 
     # --- what is there -------------------------------------------------------
 
-    def add_model(self, name: ModelName, model_id: ModelId) -> None:
-        self._model(name, model_id).listed = True
+    def add_model(self, name: ModelName, model_id: ModelId, checked: bool = False) -> None:
+        """`checked`: whether its replicas can be checked (`checks`)."""
+        model = self._model(name, model_id)
+        model.listed, model.checked = True, checked
 
     def remove_model(self, model_id: ModelId, now: float) -> list[Command]:
         """Ends the requests that wait. Those that run go on as long as their instances do."""
@@ -299,7 +301,7 @@ class Dispatch:
 
     def _replace(self, broken: Model) -> Model:
         model = Model(broken.name, broken.id, self._rules, self._ledger)
-        model.listed = broken.listed
+        model.listed = broken.listed  # and not `checked`: perhaps it broke in a check
         self._models[broken.id] = model
         return model
 

@@ -25,6 +25,8 @@ class Rules:
     max_attempts: int
     """How many failures a request survives."""
     routing: Routing = OURS
+    check_s: float = 0.0
+    """How often each replica is checked (`checks`). 0: never."""
 
 
 @dataclass(slots=True)
@@ -55,6 +57,9 @@ class Ledger:
         self.story.check_step(request.id, NEXT, request.state, state)
         request.state = state
         self.tell(request, f"{state.value} (attempt {request.attempt}): {why}")
+
+    def tell_about(self, text: str, *subjects: str) -> None:
+        self.story.tell(self.now, self.cause, text, *subjects)
 
     def tell(self, request: Request, text: str) -> None:
         about = (request.id, request.model_id, request.instance, request.call)

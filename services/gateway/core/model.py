@@ -15,6 +15,7 @@ from services.gateway.core.attempts import Attempts
 from services.gateway.core.breaker import State as Health
 from services.gateway.core.breaker import pause
 from services.gateway.core.breakers import Breakers
+from services.gateway.core.checks import Checks
 from services.gateway.core.commands import Emit, Resumed, Scored, Served
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger, Rules
@@ -57,6 +58,8 @@ class Model:
         self.id = model_id
         self.listed = False
         """Whether the registry lists the model. If not, no request of it is begun."""
+        self.checked = False
+        """Whether its replicas can be checked."""
         self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
         self.queue: FairQueue[Request] = FairQueue()
         self.asked_requests = self.asked_tokens = 0
@@ -69,6 +72,7 @@ class Model:
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, self.queue, ledger)
         self._breakers = Breakers(name, self.table, ledger)
+        self._checks = Checks(name, model_id, self.table, self._attempts, ledger, rules.check_s)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger)
 
@@ -136,6 +140,9 @@ class Model:
         logprobs = scores.logprobs[request.due - scores.index : -scores.index]
         request.score_from += len(logprobs)
         self._suspects.clear(request)
+        if request.check:
+            self._checks.scored(logprobs)
+            return
         self._out.append(Scored(request.id, logprobs, cause=self._ledger.cause))
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
@@ -163,6 +170,10 @@ class Model:
         self._out.append(emit)
         if first or finish:
             affinity.learn(self.table, request, route)
+        if request.check:
+            self._attempts.close(request, State.DONE, finish)
+            self._checks.done(route, now)
+            return True
         if finish:
             self._pace.end(now - request.submitted_at)
             if not token.finish:
@@ -184,7 +195,10 @@ class Model:
             reason = "gone"
         moves = attempt != request.attempt
         route = self._attempts.route_of(request, attempt)
-        if isinstance(error, BadInput) and not moves:
+        if request.check and reason == "failed":
+            self._attempts.fail(request, error)
+            self._checks.failed(route, error, now)
+        elif isinstance(error, BadInput) and not moves:
             self._attempts.fail(request, error)
         elif reason != "refused" and not moves:
             self._breakers.failed(route, request, str(error), now)
@@ -263,6 +277,8 @@ class Model:
                     request.asked_at = now
                     self._attempts.ask(route, request)
         self.dispatch(now)
+        if self.checked and not self.queue:
+            self._checks.look(now)
 
     def dispatch(self, now: float) -> None:
         """Gives out the slots that are free now."""
@@ -343,7 +359,7 @@ class Model:
         """`zero_ns`: what the wall clock showed at time 0."""
         self._reported = len(self.queue)
         routes = self.table.routes
-        running = [request for route in routes.values() for request in route.runs()]
+        running = [r for route in routes.values() for r in route.runs() if not r.check]
         submitted = [request for request in running if not request.has_token]
         waiting = (request.waiting_since for request in self.queue or submitted)
         oldest = min(waiting, default=None)
@@ -361,7 +377,9 @@ class Model:
             asked_requests=self.asked_requests,
             asked_tokens=self.asked_tokens,
             instance_requests={
-                key: len(route.requests) for key, route in routes.items() if route.requests
+                key: count
+                for key, route in routes.items()
+                if (count := sum(not request.check for request in route.requests.values()))
             },
         )
 
@@ -391,7 +409,10 @@ class Model:
     def _requeue(self, requests: list[Request], reason: str, detail: str) -> None:
         """To the queue's head, in the order given."""
         for request in reversed(requests):
-            if request.failures > self._rules.max_attempts:
+            if request.check:
+                self._checks.broke(detail, died=reason == "gone" and request.failures > 0)
+                self._attempts.fail(request, LambdaScaleError(detail))
+            elif request.failures > self._rules.max_attempts:
                 message = f"the request failed {request.failures} times, at last: {detail}"
                 self._attempts.fail(request, LambdaScaleError(message))
             else:

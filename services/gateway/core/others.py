@@ -54,6 +54,11 @@ class Others:
         """Reports under this id are this gateway's own."""
         self._own.add(gateway)
 
+    @property
+    def count(self) -> int:
+        """How many other gateways there are."""
+        return len(self._gateways)
+
     def of(self, model: ModelName) -> Mapping[InstanceId, Work]:
         """All that others have running on a model's instances."""
         return self._totals.get(model, {})

@@ -110,6 +110,8 @@ class Request:
     """Instances that refused it, each with the time until which it keeps away from them."""
     instance: InstanceId | None = None
     """Where the attempt runs; set exactly in SUBMITTED, STREAMING and MOVING."""
+    check: bool = False
+    """Whether it checks an instance (`services.gateway.core.checks`). No client waits for it."""
     move: Move | None = None
     """Set exactly in MOVING."""
     submissions: int = 0

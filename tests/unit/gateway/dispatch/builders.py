@@ -24,8 +24,8 @@ QUEUE, QUEUE_S = 50, 60.0
 class Driver:
     """A dispatch core with one model and its own time."""
 
-    def __init__(self, *instances: Instance, routing: Routing = OURS) -> None:
-        rules = Rules(lambda: 0.0, QUEUE, QUEUE_S, STALL_S, 3, routing=routing)
+    def __init__(self, *instances: Instance, routing: Routing = OURS, check_s: float = 0.0) -> None:
+        rules = Rules(lambda: 0.0, QUEUE, QUEUE_S, STALL_S, 3, routing=routing, check_s=check_s)
         self.dispatch = Dispatch(rules)
         self.dispatch.take_id(GatewayId("g"), 0.0)
         self.dispatch.add_model(NAME, MODEL)
