@@ -104,16 +104,16 @@ class Services:
             turn = iter(range(inputs))
 
             async def work() -> None:
-                for _ in turn:
-                    await self._say(buses)
+                # Broadcasts come later: by them nodes leave, and models are removed.
+                for number in turn:
+                    await self._say(buses, asks=number < inputs / 2 or self._source.chance(0.3))
 
             async with asyncio.TaskGroup() as group:
                 for _ in range(AT_A_TIME):
                     group.create_task(work())
 
-    async def _say(self, buses: dict[Role, Bus]) -> None:
+    async def _say(self, buses: dict[Role, Bus], *, asks: bool) -> None:
         source = self._source
-        asks = source.chance(0.6)
         subject, kinds = source.random.choice(self._requests if asks else self._broadcasts)
         kind = source.random.choice(kinds)
         message = self._drawn(kind)

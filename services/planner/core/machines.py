@@ -160,7 +160,8 @@ class Machines:
     def add(self, record: ModelRecord, *, resume: bool = False) -> None:
         """`resume`: the nodes are known, and an event of the model that an earlier planner began
         may go on."""
-        if not 0 < record.n_blocks == len(record.block_bytes):
+        counts = record.min_instances, record.max_instances, record.warm
+        if not 0 < record.n_blocks == len(record.block_bytes) or min(counts) < 0:
             sizes = len(record.block_bytes)
             self._desk.log("warning", "not a model", name=record.name, sizes=sizes)
             return

@@ -159,3 +159,14 @@ def test_a_schedule_that_this_release_does_not_understand_is_left_out() -> None:
     assert not driver.core._machines.broken
     logged = [c for c in driver.said if isinstance(c, commands.Log) and "schedule" in c.text]
     assert [c.text for c in logged] == ["schedule left out"]
+
+
+@pytest.mark.parametrize("field", ["min_instances", "max_instances", "warm"])
+def test_a_model_of_fewer_than_no_replicas_is_none(field: str) -> None:
+    driver = Driver()
+    driver.join("a", "b")
+    driver.publish(msgspec.structs.replace(record(), **{field: -5}))
+    driver.holds("a")
+    driver.wait(1.0)
+    assert not driver.core._machines.named
+    assert not driver.core._machines.broken
