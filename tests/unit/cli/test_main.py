@@ -33,6 +33,7 @@ COMMANDS = [
     ["trace"],
     ["plan"],
     ["key"],
+    ["key", "static"],
     ["test"],
     ["gateway"],
     ["planner"],
@@ -159,11 +160,11 @@ def test_a_small_model_is_made_once(capsys: pytest.CaptureFixture[str], tmp_path
 
 
 def test_a_key_and_its_digest(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["key", "--json"]) == 0
+    assert main(["key", "static", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document["key"].startswith("sk-")
     assert len(document["sha256"]) == 64
-    assert main(["key"]) == 0
+    assert main(["key", "static"]) == 0
     assert "sha256: " in capsys.readouterr().out
 
 
@@ -191,7 +192,7 @@ def test_an_expected_error_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     fail_with(monkeypatch, error)
-    assert main(["key"]) == code
+    assert main(["key", "static"]) == code
     assert capsys.readouterr().err == f"lambdascale: {line}\n"
 
 
@@ -199,7 +200,7 @@ def test_an_unexpected_error_is_one_line_that_names_its_log(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     fail_with(monkeypatch, ZeroDivisionError("of all things"))
-    assert main(["key"]) == 1
+    assert main(["key", "static"]) == 1
     err = capsys.readouterr().err
     (log,) = tmp_path.iterdir()
     assert err == (
@@ -226,7 +227,7 @@ def test_an_interruption_is_quiet(
     error: BaseException, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fail_with(monkeypatch, error)
-    assert main(["key"]) == 130
+    assert main(["key", "static"]) == 130
     assert capsys.readouterr().err == ""
 
 

@@ -283,7 +283,8 @@ class Nodes:
 
     def status(self, name: str) -> NodeStatus | None:
         said = [m for m in self.statuses.messages if isinstance(m, NodeStatus) and m.node == name]
-        assert [s.seq for s in said] == sorted(s.seq for s in said)
+        order = [(s.generation, s.seq) for s in said]
+        assert order == sorted(order)
         whole: NodeStatus | None = None
         for status in said:
             whole = whole_status(whole, status) or whole
