@@ -157,6 +157,8 @@ class CalledFunction(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     name: str
     arguments: str = ""
     """The text of a JSON object. Empty: no arguments."""
+    parsed_arguments: Any = None
+    """What OpenAI's client makes of them. It has no effect, as in `ChatMessage`."""
 
 
 class ToolCall(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -183,6 +185,9 @@ class ChatMessage(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unkno
     # Come with answers of others, and have no effect.
     annotations: Any = None
     id: Any = None
+    # Clients make these of answers, and send them back with the rest.
+    parsed: Any = None
+    provider_specific_fields: Any = None
 
 
 class ChatBody(Common, kw_only=True, forbid_unknown_fields=True):

@@ -125,14 +125,14 @@ async def test_a_model_that_may_call_answers_as_without_tools(client: openai.Asy
 
 
 async def test_a_whole_conversation(client: openai.AsyncOpenAI) -> None:
-    answer = await client.chat.completions.create(
+    answer = await client.chat.completions.parse(
         model=MODEL, messages=CHAT, tools=TOOLS, tool_choice="required", parallel_tool_calls=False
     )
     message = answer.choices[0].message
     (call,) = message.tool_calls or []
     history: list[Any] = [
         *CHAT,
-        message.model_dump(exclude_unset=True),
+        message,
         {"role": "tool", "tool_call_id": call.id, "content": "sunny"},
     ]
     later = await client.chat.completions.create(

@@ -185,7 +185,8 @@ def test_calls_reach_the_template_as_it_reads_them() -> None:
 def test_an_answer_can_be_sent_back_as_it_came() -> None:
     answer: dict[str, Any] = {
         "role": "assistant", "content": "hi", "refusal": None, "audio": None, "annotations": [],
-        "tool_calls": None, "function_call": None,
+        "tool_calls": None, "function_call": None, "parsed": {"a": 1},
+        "provider_specific_fields": {"refusal": None},
     }  # fmt: skip
     history = [USER, answer]
     chat(msgspec.json.encode({**CHAT, "messages": history}))
