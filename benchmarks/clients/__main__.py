@@ -24,14 +24,15 @@ async def run(name: str) -> int:
     """The suite's status."""
     suite = SUITES[name]
     programs = bin_of(suite.packages) if suite.packages else Path()
-    async with served(NODES) as at:
+    here = Path(__file__).parent
+    async with served(NODES, here / suite.lessons if suite.lessons else None) as at:
         with tempfile.TemporaryDirectory() as out:
             command = suite.command.format(
                 bin=programs,
                 url=at.url,
                 model=MODEL,
                 checkpoint=at.checkpoint,
-                here=Path(__file__).parent,
+                here=here,
                 out=out,
             )
             print(f"$ {command}", flush=True)

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from safetensors.torch import load_file, save_file
 
+from benchmarks.clients.teaching import teach
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.demo_tokenizer import EOS, SPECIAL_TOKENS
@@ -22,7 +23,8 @@ MODEL = ModelName("small")
 SPEC = CheckpointSpec(
     layers=2, hidden=64, intermediate=96, heads=4, kv_heads=2, vocab_size=2048, context_length=2048
 )
-"""Its weights are random, so what it says means nothing; only its form can be judged."""
+"""Its weights are random, so what it says means nothing but what it was taught; otherwise only its
+form can be judged."""
 
 
 END_SCALE = 60.0
@@ -37,11 +39,15 @@ class Served:
 
 
 @asynccontextmanager
-async def served(nodes: int) -> AsyncIterator[Served]:
+async def served(nodes: int, lessons: Path | None = None) -> AsyncIterator[Served]:
+    """`lessons`: what the model is taught. None: nothing, but its texts end."""
     with tempfile.TemporaryDirectory(prefix="clients-") as directory:
         checkpoint = Path(directory) / "model"
         make_checkpoint(checkpoint, SPEC)
-        _let_texts_end(checkpoint)
+        if lessons is None:
+            _let_texts_end(checkpoint)
+        else:
+            teach(checkpoint, lessons)
         spec = ClusterSpec(directory=Path(directory) / "cluster", nodes=nodes, gateway_port=0)
         cluster = Cluster(spec)
         await cluster.start()

@@ -17,6 +17,9 @@ class Suite:
     packages: tuple[str, ...]
     """Of Python's index; none for a program that `npx` fetches."""
     command: str
+    lessons: str = ""
+    """A file in this folder: what the model is taught by heart (teaching.py). Empty: nothing, so
+    its answers mean nothing."""
 
 
 SUITES: Mapping[str, Suite] = {
@@ -29,6 +32,24 @@ SUITES: Mapping[str, Suite] = {
         "OpenAI's client, version 3, with the same checks",
         ("openai==3.52.0",),
         "{bin}/python {here}/openai_checks.py {url}/v1 {model}",
+    ),
+    "langchain": Suite(
+        "LangChain's own tests of chat models, on ChatOpenAI",
+        (
+            "langchain-openai==1.7.3",
+            "langchain-tests==1.1.9",
+            "langchain==1.4.7",
+            "pytest-asyncio==1.5.0",
+        ),
+        "{bin}/python -m pytest -q -rs -p no:cacheprovider -c {here}/langchain/pytest.ini "
+        "{here}/langchain/test_chat_model.py --url {url}/v1 --model {model}",
+        lessons="langchain/lessons.json",
+    ),
+    "litellm": Suite(
+        "litellm, with checks of our own",
+        ("litellm==1.106.2", "mcp==2.3.0"),
+        "{bin}/python {here}/litellm_checks.py {url}/v1 {model}",
+        lessons="langchain/lessons.json",
     ),
     "llm-comply-chat": Suite(
         "shapes of chats",
