@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from services.local.certificates import CERTIFICATE, KEY, Authority
 from services.local.credentials import NODES, NODES_SECRET
+from services.local.nats_servers import Place
 from services.node.moving.mover import permit_for, region_of
 from services.node.transport import secret
 from services.node.transport.base import NoListener
 from services.node.transport.tcp import TcpTransport
+from services.node.transport.tls import OF_NODE
 from shared.capabilities import Signer, new_seed
 from shared.errors import ReadRefused
 from shared.ids import NodeId
@@ -63,3 +66,22 @@ async def test_a_node_reads_what_the_planner_has_ordered_and_no_more(
                     await thief.read(
                         address, region_of(model, 0), 0, into, priority=1, permit=permit
                     )
+
+
+async def test_nodes_with_certificates_read_what_was_ordered_for_them(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """A capability is for the node that the reader's certificate says."""
+    authority = Authority.of(tmp_path / "authority", "nodes")
+    places: dict[str, Place] = {}
+    for name in ("node-0", "node-1"):
+        own = tmp_path / "certificates" / name
+        authority.issue(own, f"{OF_NODE}{name}", [name])
+        authority.trust(own)
+        files = {"CERTIFICATE": CERTIFICATE, "KEY": KEY, "AUTHORITY": "nodes.pem"}
+        settings = {f"LAMBDASCALE_NODE_TLS_{key}": str(own / file) for key, file in files.items()}
+        places[name] = Place(settings=settings)
+    async with running(
+        tmp_path / "cluster", checkpoint, nodes=2, places=places, min_instances=2
+    ) as up:
+        await up.replicas(2)
