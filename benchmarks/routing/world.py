@@ -69,7 +69,6 @@ class World:
             each.id: Server(each)
             for each in (_replica(i, c, policy.slots) for i, c in enumerate(capacities))
         }
-        self._by_node = {server.instance.leader: server for server in self._servers.values()}
         self._gateways = [
             self._gateway(number, policy.routing(self._length)) for number in range(gateways)
         ]
