@@ -79,8 +79,9 @@ class PromptReader:
         most: int,
     ) -> Read:
         if isinstance(dialogue := prompts[0], Dialogue):
-            text, form = await self._renderer.render(dialogue, record, lingo)
-            return Read(await lingo.codec.encode_chats([text], most), form)
+            (text, tokens), form = await self._renderer.render(dialogue, record, lingo)
+            (ids,) = await lingo.codec.encode_chats([text], most)
+            return Read([lingo.codec.specials.spell(ids, tokens)], form)
         return Read(await self._encode(prompts, record, lingo, special, most), Form())
 
     async def _encode(

@@ -3,15 +3,19 @@
 import hashlib
 import json
 import re
+import secrets
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from services.gateway.api_error import ApiError, invalid
+from services.gateway.aside import aside
 from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.history import Dialogue
+from services.gateway.quoting import Unquoted
 from services.gateway.replies.dialects import SHORT_ID, Dialect, dialect_of
 from services.gateway.replies.reading import THINK, THOUGHT, Form
 from shared.chat_template import developer_role
@@ -23,6 +27,8 @@ from shared.template_manner import Manner
 
 MAX_WAITING = 1024
 """The most chats of one model that wait for its template."""
+_INLINE_CHARS = 1 << 14
+"""Longer chats are looked through on a thread, while streams go on."""
 MAX_MANNERS = 1024
 """The number of templates whose manner is remembered."""
 _CUT = "\ue000the reply goes on here\ue001 "
@@ -33,12 +39,14 @@ _SHORT_ID = re.compile(f"[A-Za-z0-9]{{{SHORT_ID}}}")
 class ChatRenderer:
     def __init__(self, pool: ConfinedPool) -> None:
         self._pool = pool
+        self._word = f"quoted{secrets.token_hex(8)}x"
+        """Begins what stands for special tokens while a template is rendered."""
         self._manners: dict[str, Manner] = {}
         """What templates do with tools, by their source."""
 
     async def render(
         self, dialogue: Dialogue, record: ModelRecord, lingo: Lingo
-    ) -> tuple[str, Form]:
+    ) -> tuple[Unquoted, Form]:
         """The prompt, and how the reply is read. ApiError 400: what does not fit, or what the
         template would leave out; 503: the template cannot be read. CapacityExceeded."""
         calling = dialogue.first("tool_calls") is not None
@@ -55,22 +63,31 @@ class ChatRenderer:
         if dialogue.continued:
             messages = (*messages[:-1], {**messages[-1], "content": messages[-1]["content"] + _CUT})
         developer = developer_role(template.source)
+        messages = tuple(
+            {**message, "role": developer} if message["role"] == "developer" else message
+            for message in messages
+        )
+        tools = dialogue.tools.described() if dialogue.tools else ()
+        specials, given = lingo.codec.specials, (messages, tools, dialogue.arguments)
+        quoted = partial(specials.quoted, given, self._word)
+        long = dialogue.chars > _INLINE_CHARS
+        messages, tools, arguments = await aside(quoted) if long else quoted()
         job = Render(
             template,
-            tuple(
-                {**message, "role": developer} if message["role"] == "developer" else dict(message)
-                for message in messages
-            ),
+            tuple(messages),
             dialogue.add_generation_prompt,
-            {**_effort(template, dialogue.effort), **dialogue.arguments},
+            {**_effort(template, dialogue.effort), **arguments},
             lingo.codec.longest * record.context_length,
-            dialogue.tools.described() if dialogue.tools else (),
+            tuple(tools),
         )
         text = await self._ask(job, record)
         if dialogue.continued:
             text = _before_cut(text, record)
         form = _form(text, dialogue, dialect, lingo)
-        return (text + dialect.opening if dialect and form.calling else text), form
+        if dialect and form.calling:
+            text += dialect.opening
+        unquoted = partial(specials.unquoted, text, self._word)
+        return await aside(unquoted) if long else unquoted(), form
 
     async def _manner(self, template: Template, record: ModelRecord) -> Manner:
         known = self._manners.get(template.source)

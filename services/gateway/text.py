@@ -8,6 +8,7 @@ from tokenizers import Tokenizer
 
 from services.gateway.aside import aside
 from services.gateway.core.admission import check_prompt
+from services.gateway.quoting import Specials
 from shared.errors import BadInput, ModelError
 
 _INLINE_CHARS = 1 << 11
@@ -50,6 +51,7 @@ class TextCodec:
         added = self._tokenizer.get_added_tokens_decoder()
         self._added = frozenset(added)
         self._special = {token: found.content for token, found in added.items() if found.special}
+        self.specials = Specials(self._special, self._spelled())
         self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
         self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         """The most characters that a token stands for."""
@@ -58,6 +60,15 @@ class TextCodec:
         self.bos = self.token_id(bos) if bos else None
         """The token that prompts begin with, if there is one."""
         self._add_bos = add_bos
+
+    def _spelled(self) -> dict[int, list[int]]:
+        """The tokens of each special token's text."""
+        tokenizer = self._tokenizer
+        tokenizer.encode_special_tokens = True
+        texts = list(self._special.values())
+        found = tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        tokenizer.encode_special_tokens = False
+        return {token: one.ids for token, one in zip(self._special, found, strict=True)}
 
     def token_id(self, token: str) -> int | None:
         return self._tokenizer.token_to_id(token)
