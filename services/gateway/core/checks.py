@@ -23,7 +23,7 @@ from shared.messages.serving import Logprobs, Sampling
 PROMPT = tuple(range(1, 25))
 """Every vocabulary has these ids, and every context room for so many."""
 AGAIN_S = 1.0
-"""When a replica that answered otherwise is asked again."""
+"""When a replica that answered otherwise is asked again, and when idle ones are looked for anew."""
 APART_S = 60.0
 """At most one node is taken out in so long. Should the others be at fault, some are left."""
 
@@ -63,6 +63,7 @@ class Checks:
         replicas = [route for route in self._table.replicas.values() if route.served]
         idle = [route for route in replicas if route.idle and route.takes(now)]
         if (len(replicas) < 2 and self._agreement.known is None) or not idle:
+            self._next_at = now + AGAIN_S
             return
         route = min(idle, key=self._turn)
         others = self._ledger.others.count
