@@ -52,6 +52,14 @@ class Bucket:
 
 
 @dataclass(frozen=True, slots=True)
+class Log:
+    name: str
+    appends: frozenset[Role]
+    reads: frozenset[Role]
+    """It takes a consumer (see Bucket.lists), so who reads may not append."""
+
+
+@dataclass(frozen=True, slots=True)
 class Permissions:
     publish: tuple[str, ...]
     subscribe: tuple[str, ...]
@@ -161,6 +169,7 @@ BUCKETS = (
     Bucket(subjects.KV_ANSWERS, writes={Role.GATEWAY: ALL_KEYS}),
     Bucket(subjects.KV_GATEWAYS, writes={Role.GATEWAY: ALL_KEYS}),
 )
+LOGS = (Log(subjects.LOG_USAGE, appends=GATEWAY, reads=OPERATOR),)
 ASSETS_WRITTEN = NODE
 ASSETS_READ = NODE | GATEWAY
 ANSWER_ONCE = NODE | GATEWAY
@@ -181,6 +190,7 @@ def permissions(role: Role, node: NodeId | None, inbox: str) -> Permissions:
     hears = [_narrowed(topic.subject, node) for topic in TOPICS if role in topic.hears]
     stored = [subject for bucket in BUCKETS for subject in _on_bucket(bucket, role, node)]
     stored += _on_assets(role)
+    stored += [subject for log in LOGS for subject in _on_log(log, role)]
     if role in ANSWER_ANYWHERE:
         stored.append(f"{_INBOXES}.>")
     publish = tuple(dict.fromkeys([*says, *stored]))
@@ -213,6 +223,16 @@ def _on_assets(role: Role) -> list[str]:
     stream = f"OBJ_{subjects.OBJECTS}"
     found = [*_on_stream(stream), f"$JS.API.STREAM.MSG.GET.{stream}"]
     return [*found, f"$O.{subjects.OBJECTS}.>"] if role in ASSETS_WRITTEN else found
+
+
+def _on_log(log: Log, role: Role) -> list[str]:
+    """The log is made by whoever is first to use it. Nobody may change or delete it."""
+    stream = f"LOG_{log.name}"
+    if role in log.appends:
+        return [*_on_stream(stream), f"$LOG.{log.name}"]
+    if role in log.reads:
+        return [*_on_stream(stream), f"$JS.API.CONSUMER.CREATE.{stream}"]
+    return []
 
 
 def _on_stream(stream: str) -> tuple[str, ...]:

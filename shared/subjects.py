@@ -76,6 +76,8 @@ KV_RHYTHMS = "ls_rhythms"
 KV_COUNTERS = "ls_counters"
 """The last generation of each node and the last term of each role (`shared/counters.py`)."""
 OBJECTS = "ls_assets"
+LOG_USAGE = "ls_usage"
+"""What each call used (`shared/usage.py`)."""
 
 # --- names of counters (a role's has its name) ---
 

@@ -55,6 +55,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         status,
         tenants,
         up,
+        usage,
     )
 
     for module in (
@@ -70,6 +71,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         init,
         tenants,
         keys,
+        usage,
         self_test,
     ):
         module.add_parser(commands)

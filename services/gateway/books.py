@@ -1,18 +1,22 @@
 """What callers use: each call is charged when it is let in, and settled when it ends, at this
 gateway and, by what gateways tell each other, at all of them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from services.gateway.api_error import ApiError
 from services.gateway.core.callers import Caller
 from services.gateway.core.fair_queue import Share
 from services.gateway.core.quotas import Charge, Quotas, Standing
+from services.gateway.core.requests import Request
+from services.gateway.usage_log import UsageLog
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
-from shared.clock import now
+from shared.clock import now, wall_ns
 from shared.ids import GatewayId
 from shared.messages.access import ServiceTier
+from shared.messages.pool import ModelRecord
 from shared.messages.quotas import GatewayUse
+from shared.usage import CallUsage
 
 _RANKS = {tier: rank for rank, tier in enumerate(ServiceTier)}
 TELL_S = 0.05
@@ -22,8 +26,16 @@ WHOLE = 20
 
 
 class Books:
-    def __init__(self, bus: Bus, own: Callable[[], GatewayId]) -> None:
-        """`own`: this gateway's id, now."""
+    def __init__(
+        self,
+        bus: Bus,
+        usage: UsageLog,
+        own: Callable[[], GatewayId],
+        kv_bytes: Callable[[ModelRecord], int],
+    ) -> None:
+        """`own`: this gateway's id, now. `kv_bytes`: of a token's KV; 0: not known."""
+        self.usage = usage
+        self.kv_bytes = kv_bytes
         self._bus = bus
         self._own = own
         self.quotas = Quotas()
@@ -85,15 +97,45 @@ class Tab:
         accounts = self.caller.accounts
         self._charge = self._books.quotas.admit(accounts, sequences, tokens, now())
 
-    def settle(self, tokens: int) -> None:
-        """The call has ended, and used so many."""
-        if self._charge is not None:
-            self._books.quotas.settle(self._charge, tokens, now())
+    def close(
+        self,
+        model: ModelRecord,
+        requests: Sequence[Request],
+        *,
+        prompt: int,
+        cached: int,
+        generated: int,
+        status: str,
+    ) -> None:
+        """The call has ended: it gets back what it did not use, and is written down. `status`: see
+        CallUsage."""
+        charge, self._charge = self._charge, None
+        if charge is None:
+            return
+        self._books.quotas.settle(charge, prompt + generated, now())
+        kv_bytes = self._books.kv_bytes(model) * sum(request.kv_token_s for request in requests)
+        self._books.usage.note(
+            CallUsage(
+                tenant=self.caller.tenant,
+                key=self.caller.key,
+                model=model.name,
+                call=requests[0].call,
+                ended_ns=wall_ns(),
+                took_s=round(now() - charge.at, 3),
+                prompt=prompt,
+                cached=cached,
+                generated=generated,
+                device_s=round(sum(request.device_s for request in requests), 4),
+                kv_gb_s=round(kv_bytes / 1e9, 12),
+                status=status,
+            )
+        )
 
     def take_back(self) -> None:
         """Nothing came of the call."""
-        if self._charge is not None:
-            self._books.quotas.take_back(self._charge, now())
+        charge, self._charge = self._charge, None
+        if charge is not None:
+            self._books.quotas.take_back(charge, now())
 
 
 def _headers(kind: str, standing: Standing) -> list[tuple[str, str]]:

@@ -40,6 +40,8 @@ class Lingo:
     eos: tuple[int, ...]
     """Ids that end a completion."""
     vocab_size: int
+    kv_bytes: int
+    """Of a token's KV; 0: the config does not say it."""
     defaults: Mapping[str, float]
     """Of sampling, by the names that requests have for it."""
 
@@ -72,6 +74,11 @@ class Catalog:
             del self.records[name]
         self._known.pop(model_id, None)
         self._loading.pop(model_id, None)
+
+    def kv_bytes(self, record: ModelRecord) -> int:
+        """Of a token's KV; 0: not known."""
+        found = self._known.get(record.model_id)
+        return found.kv_bytes if isinstance(found, Lingo) else 0
 
     async def lingo(self, record: ModelRecord) -> Lingo:
         """A text model's Lingo. BadInput if the model is for images; else as `load`."""
@@ -155,8 +162,21 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         or any(source and THOUGHT in source for source in sources),
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
+        kv_bytes=_kv_bytes(config),
         defaults=model_defaults(generation),
     )
+
+
+def _kv_bytes(config: Mapping[str, Any]) -> int:
+    """Keys and values of all layers, as the weights' type has them."""
+    try:
+        heads = config["num_attention_heads"]
+        dim = config.get("head_dim") or config["hidden_size"] // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        width = 4 if config.get("torch_dtype", config.get("dtype")) == "float32" else 2
+        return int(2 * config["num_hidden_layers"] * kv_heads * dim * width)
+    except (KeyError, TypeError, ZeroDivisionError):
+        return 0
 
 
 def _json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -111,7 +111,15 @@ class Generation:
         self._pieces.close()
         self._frontend.end(choice.request for choice in self.choices)
         self._metrics.cached_tokens.labels(self.record.name).inc(self._cached_tokens())
-        self._tab.settle(self.prompt_tokens + self.generated - self._generated_before)
+        requests = [choice.request for choice in self.choices]
+        self._tab.close(
+            self.record,
+            requests,
+            prompt=self.prompt_tokens,
+            cached=self._cached_tokens(),
+            generated=self.generated - self._generated_before,
+            status=self._failed if self.open else "done",
+        )
         if self.open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
         self._record_span()

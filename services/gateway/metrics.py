@@ -41,6 +41,7 @@ class Metrics:
             "cached_prompt_tokens", "Of these, found in a node's prefix cache", "model"
         )
         self.tokens = counter("generated_tokens", "Tokens taken from instances", "model")
+        self.usage_lost = counter("lost_usage_records", "Calls whose use was not written down")
         self.resumptions = counter("resumptions", "Attempts that were ended", "model", "reason")
         self.switched = counter(
             "switched_requests",

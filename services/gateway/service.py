@@ -29,6 +29,7 @@ from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 from services.gateway.tls import load_tls
+from services.gateway.usage_log import FLUSH_S, UsageLog
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
 from shared.clock import now, wall_ns
@@ -117,7 +118,7 @@ class GatewayService(Service):
         """The URL at which HTTP is served. Empty until it is."""
         self._listen = listen
         self._keyring = Keyring(config.api_keys)
-        self._books = Books(bus, lambda: self.id)
+        self._usage = UsageLog(bus, self._metrics, self.log)
         self._confined = ConfinedPool()
         """Where foreign code runs: templates of models, grammars of clients."""
         self._api: Api | None = None
@@ -188,9 +189,13 @@ class GatewayService(Service):
         config = self._config
         self.resources.push_async_callback(self._confined.close)
         await self._keyed.open()
-        self.own(await self._books.open())
+        books = Books(self._bus, self._usage, lambda: self.id, self._catalog.kv_bytes)
+        self.own(await books.open())
+        await self._usage.open()
+        self.resources.push_async_callback(self._write_usage)
         self._go_on("access", self._learn_access)
-        self._go_on("books", self._books.tell)
+        self._go_on("books", books.tell)
+        self._go_on("usage", self._write_usage)
         connections = Connections(
             config.max_connections,
             config.max_connections_per_client,
@@ -202,7 +207,7 @@ class GatewayService(Service):
             config,
             connections,
             self._keyring,
-            self._books,
+            books,
             self._catalog,
             PromptReader(self._confined),
             GrammarChecker(self._confined),
@@ -303,6 +308,10 @@ class GatewayService(Service):
             if page.more or page.revision < query.since:
                 return 0.0
         return ACCESS_S if self._keyring.known else LEARN_S
+
+    async def _write_usage(self) -> float:
+        await self._usage.flush(self.id)
+        return FLUSH_S
 
     def _reconcile(self, records: tuple[ModelRecord, ...]) -> None:
         there = {record.model_id for record in records}

@@ -92,6 +92,17 @@ class ObjectStore(Protocol):
         """NotFound if it is not there; BusError if what is there does not match its name."""
 
 
+class Log(Protocol):
+    """A durable sequence of entries, of which the oldest go after a time."""
+
+    async def append(self, data: bytes, *, id: str) -> None:
+        """Adds an entry. An id that came a moment ago changes nothing: so a write that ended in
+        BusTimeout may be repeated."""
+
+    def since(self, wall_ns: int) -> AsyncIterator[bytes]:
+        """The entries that were added since then and are there now, the oldest first."""
+
+
 class Bus(Protocol):
     async def __aenter__(self) -> Self: ...
 
@@ -132,3 +143,7 @@ class Bus(Protocol):
         """The bucket, made if missing."""
 
     async def objects(self) -> ObjectStore: ...
+
+    async def open_log(self, name: str, *, keep_s: float, max_bytes: int) -> Log:
+        """The log, made if missing. Entries are kept for `keep_s`, and as long as all of them take
+        no more than `max_bytes`."""

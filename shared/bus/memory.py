@@ -6,14 +6,15 @@ encoded, so that a message that could not cross the wire fails here as well.
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from contextlib import suppress
 from types import TracebackType
-from typing import Any, Self, TypeVar, TypeVarTuple
+from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple
 
 from shared.bus.base import SERVERS, KvEntry, M, On, Server
 from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
 from shared.bus.memory_buckets import Bucket, Watch
+from shared.clock import wall_ns
 from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
 from shared.messages import Message, encode
 
@@ -78,6 +79,7 @@ class MemoryBroker:
         """By subject, then by group."""
         self._buckets: dict[str, Bucket] = {}
         self.blobs: dict[str, bytes] = {}
+        self.logs: dict[str, list[Entry]] = {}
         self.decoded: tuple[bytes, Message] | None = None
         """The message decoded last, so that all receivers of a broadcast share it."""
 
@@ -237,6 +239,10 @@ class MemoryBus(Delivery):
         self.check_open()
         return MemoryObjectStore(self, self._broker.blobs)
 
+    async def open_log(self, name: str, *, keep_s: float, max_bytes: int) -> "MemoryLog":
+        self.check_open()
+        return MemoryLog(self, name, self._broker.logs.setdefault(name, []), keep_s, max_bytes)
+
     async def exchange(self, what: str, act: Callable[[], T], *, stored: bool = True) -> T:
         self.check_open()
         return await self._broker.exchange(self, what, act, stored=stored)
@@ -369,3 +375,46 @@ class MemoryObjectStore:
         if data is None:
             raise NotFound(f"object {name} is not in the store")
         return data
+
+
+class Entry(NamedTuple):
+    """Of a log."""
+
+    id: str
+    added_ns: int
+    data: bytes
+
+
+class MemoryLog:
+    def __init__(
+        self, bus: MemoryBus, name: str, entries: list[Entry], keep_s: float, max_bytes: int
+    ) -> None:
+        self._bus = bus
+        self._name = name
+        self._entries = entries
+        self._keep_s = keep_s
+        self._max_bytes = max_bytes
+
+    async def append(self, data: bytes, *, id: str) -> None:
+        check_size(data, self._name)
+
+        def act() -> None:
+            if all(entry.id != id for entry in self._entries):
+                self._entries.append(Entry(id, wall_ns(), data))
+                self._forget()
+
+        await self._bus.exchange(f"log {self._name}", act)
+
+    async def since(self, wall_ns: int) -> AsyncGenerator[bytes, None]:
+        def act() -> list[Entry]:
+            self._forget()
+            return [entry for entry in self._entries if entry.added_ns >= wall_ns]
+
+        for entry in await self._bus.exchange(f"log {self._name}", act):
+            yield entry.data
+
+    def _forget(self) -> None:
+        entries, oldest_ns = self._entries, wall_ns() - int(self._keep_s * 1e9)
+        nbytes = sum(len(entry.data) for entry in entries)
+        while entries and (entries[0].added_ns < oldest_ns or nbytes > self._max_bytes):
+            nbytes -= len(entries.pop(0).data)

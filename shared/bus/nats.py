@@ -11,6 +11,7 @@ from shared.bus.base import SERVERS, M, On, Server, Subscription
 from shared.bus.delivery import Delivery, Inbox, check_size
 from shared.bus.nats_connection import Connection, NatsSubscription
 from shared.bus.nats_kv import NatsKeyValue
+from shared.bus.nats_log import NatsLog
 from shared.bus.nats_objects import NatsObjectStore
 from shared.config import BusConfig
 from shared.errors import BusError
@@ -92,6 +93,11 @@ class NatsBus(Delivery):
     async def objects(self) -> NatsObjectStore:
         return await NatsObjectStore.open(
             self._connection, subjects.OBJECTS, replicas=self._replicas
+        )
+
+    async def open_log(self, name: str, *, keep_s: float, max_bytes: int) -> NatsLog:
+        return await NatsLog.open(
+            self._connection, name, keep_s=keep_s, max_bytes=max_bytes, replicas=self._replicas
         )
 
     async def _reply(self, subject: str, kind: type[M], server: Server[M], request: Msg) -> None:

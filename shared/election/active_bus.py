@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import msgspec
 
-from shared.bus.base import Bus, KeyValue, KvEntry, M, ObjectStore, On, Server, Subscription
+from shared.bus.base import Bus, KeyValue, KvEntry, Log, M, ObjectStore, On, Server, Subscription
 from shared.election.election import Election
 from shared.errors import KeyExists, Superseded
 from shared.messages import Message
@@ -66,6 +66,9 @@ class ActiveBus:
 
     async def objects(self) -> ObjectStore:
         return await self._bus.objects()
+
+    async def open_log(self, name: str, *, keep_s: float, max_bytes: int) -> Log:
+        return await self._bus.open_log(name, keep_s=keep_s, max_bytes=max_bytes)
 
     def _stamped(self, message: M) -> M:
         return msgspec.structs.replace(message, term=self._term)

@@ -21,11 +21,23 @@ from shared.config import BusConfig
 from shared.errors import BusError, NotPermitted
 from shared.ids import GatewayId, NodeId
 from shared.messages import Message, Ok, Ping
-from shared.permissions import ASSETS_READ, ASSETS_WRITTEN, BUCKETS, TOPICS, Role, inbox_of
+from shared.permissions import (
+    ASSETS_READ,
+    ASSETS_WRITTEN,
+    BUCKETS,
+    LOGS,
+    TOPICS,
+    Role,
+    inbox_of,
+)
 
 N1, N2 = NodeId("n1"), NodeId("n2")
 USERS = all_users([N1, N2])
-STREAMS = [*(f"KV_{bucket.name}" for bucket in BUCKETS), f"OBJ_{subjects.OBJECTS}"]
+STREAMS = [
+    *(f"KV_{bucket.name}" for bucket in BUCKETS),
+    f"OBJ_{subjects.OBJECTS}",
+    *(f"LOG_{log.name}" for log in LOGS),
+]
 CHANGES = (
     "STREAM.UPDATE", "STREAM.DELETE", "STREAM.PURGE", "STREAM.MSG.DELETE", "STREAM.SNAPSHOT",
     "STREAM.RESTORE", "DIRECT.GET", "CONSUMER.DURABLE.CREATE", "CONSUMER.MSG.NEXT",
@@ -124,6 +136,11 @@ def on_stores(user: User, said: Tried) -> None:
     said.add(f"$JS.API.STREAM.MSG.GET.{assets}", needed=user.role in ASSETS_READ)
     said.add(f"$JS.API.CONSUMER.CREATE.{assets}")
     said.add(f"$O.{subjects.OBJECTS}.M.x", needed=user.role in ASSETS_WRITTEN)
+    for log in LOGS:
+        said.add(f"$LOG.{log.name}", needed=user.role in log.appends)
+        said.add(f"$JS.API.STREAM.MSG.GET.LOG_{log.name}")
+        making = f"$JS.API.CONSUMER.CREATE.LOG_{log.name}"
+        said.add(making, needed=user.role in log.reads)
     for subject in ("$SYS.REQ.SERVER.PING", "anything.else"):
         said.add(subject)
     for change in CHANGES:

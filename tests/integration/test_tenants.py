@@ -98,3 +98,23 @@ async def test_two_gateways_do_not_multiply_a_limit(site: Site) -> None:
         ):
             left = int(response.headers["x-ratelimit-remaining-requests"])
     assert (await site.ask(other, key))[0] == 429 or left == 1
+
+
+async def test_what_was_used_is_summed(site: Site) -> None:
+    await site.run("tenant", "add", "acme")
+    key = await site.new_key("--tenant", "acme")
+    await site.everywhere("", lambda status: status == 401)
+    await site.everywhere(key, lambda status: status == 200)  # two calls, at least
+    _, _, answer = await site.ask(site.up.urls[0], key, n=2)
+    assert answer["usage"]["completion_tokens"] == 8
+    used: dict[str, Any] = {"calls": 0}
+    async with asyncio.timeout(100):
+        while used["calls"] < 3:
+            ran = await site.run("usage", "--tenant", "acme", "--since", "1h", "--json")
+            used = ran.document[0] if ran.document else used
+    assert (used["tenant"], used["key"], used["model"]) == ("acme", key.split("-")[1], MODEL)
+    assert used["prompt"] == 3 * used["calls"]
+    assert used["generated"] == 4 * (used["calls"] - 1) + 8
+    assert used["device_s"] > 0
+    assert used["kv_gb_s"] > 0
+    assert (await site.run("usage", "--model", "other", "--json")).document == []

@@ -23,6 +23,7 @@ from shared.messages import KINDS
 from shared.messages.access import KeyRecord, TenantRecord
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventRecord
+from shared.usage import UsageBatch
 
 FILE = Path(__file__).with_suffix(".json")
 SPOKEN: dict[str, Any] = {
@@ -35,6 +36,7 @@ STORED: dict[str, Any] = {
     "model": ModelRecord,
     "node": NodeInfo,
     "access": TenantRecord | KeyRecord,
+    "usage": UsageBatch,
     "reservation": Reservation,
     "answer": Record,
     "lease of a role": LeaseRecord,

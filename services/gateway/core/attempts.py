@@ -7,6 +7,7 @@ commands that tell nodes and clients.
 from services.gateway.core.commands import End, Resumed, Send
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger
+from services.gateway.core.metering import Meter
 from services.gateway.core.requests import Move, Request, State
 from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
@@ -24,6 +25,7 @@ class Attempts:
         self._queue = queue
         self._ledger = ledger
         self._out = ledger.out
+        self._meter = Meter()
 
     def start(self, request: Request, route: Route, now: float, why: str = "") -> None:
         """`why`: what speaks for this instance, if it is not its load."""
@@ -37,7 +39,7 @@ class Attempts:
         request.charge = request.work
         self._trace(request, route)
         request.prefill = len(request.prompt) + len(request.tokens)
-        route.begin(request, request.charge, request.prefill)
+        self._begin(route, request, request.charge, request.prefill)
         self.ask(route, request)
 
     def begin_move(self, request: Request, target: Route, now: float) -> None:
@@ -47,7 +49,7 @@ class Attempts:
         move = Move(request.submissions, instance.id, request.work, prefill, now)
         self._ledger.step(request, State.MOVING, f"to {instance.id}")
         request.move = move
-        target.begin(request, move.charge, move.prefill)
+        self._begin(target, request, move.charge, move.prefill)
         self.ask(target, request)
 
     def take_over(self, source: Route, request: Request, reason: str, now: float) -> None:
@@ -55,7 +57,7 @@ class Attempts:
         move = request.move
         assert move is not None
         self.withdraw(source, request)
-        source.end(request, request.charge, request.prefill)
+        self._end(source, request, request.charge, request.prefill)
         cause = self._ledger.cause
         self._out.append(Resumed(self._name, reason, f"to {move.instance}", cause=cause))
         request.move = None
@@ -137,15 +139,23 @@ class Attempts:
             return self._table.routes[request.move.instance]
         return self.route(request)
 
+    def _begin(self, route: Route, request: Request, charge: int, prefill: int) -> None:
+        route.begin(request, charge, prefill)
+        self._meter.begin(route, request, self._ledger.now)
+
+    def _end(self, route: Route, request: Request, charge: int, prefill: int) -> None:
+        route.end(request, charge, prefill)
+        self._meter.end(route, request, self._ledger.now)
+
     def _drop_move(self, target: Route, request: Request) -> None:
         move = request.move
         assert move is not None
         self._ledger.withdraw(target.instance.leader, request.id, move.attempt)
-        target.end(request, move.charge, move.prefill)
+        self._end(target, request, move.charge, move.prefill)
         request.move = None
 
     def _detach(self, route: Route, request: Request) -> None:
-        route.end(request, request.charge, request.prefill)
+        self._end(route, request, request.charge, request.prefill)
         request.charge = request.prefill = 0
         request.instance = None
 

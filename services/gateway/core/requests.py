@@ -128,6 +128,10 @@ class Request:
     """Tokens of work that it counts for on its instance."""
     prefill: int = 0
     """How many tokens of `charge` its instance has to prefill before its first token."""
+    device_s: float = 0.0
+    """See CallUsage."""
+    kv_token_s: float = 0.0
+    """Tokens that it had KV of, times how long."""
     traces: dict[str, None] = field(default_factory=dict)
     """The traces of the scaling events that made the instances it ran on, in order."""
 

@@ -13,6 +13,7 @@ from shared.ids import NodeId
 from shared.permissions import (
     ASSETS_READ,
     BUCKETS,
+    LOGS,
     TOPICS,
     Role,
     inbox_of,
@@ -51,7 +52,8 @@ NAMES = {
     or (inspect.isfunction(value) and value.__module__ == subjects.__name__)
 } - NO_SUBJECTS
 BUCKET_NAMES = {name for name in NAMES if name.startswith("KV_")}
-TOPIC_NAMES = NAMES - BUCKET_NAMES - {"OBJECTS"}
+LOG_NAMES = {name for name in NAMES if name.startswith("LOG_")}
+TOPIC_NAMES = NAMES - BUCKET_NAMES - LOG_NAMES - {"OBJECTS"}
 
 
 @cache
@@ -118,6 +120,13 @@ def test_a_subject_is_granted_to_exactly_the_roles_that_use_it(name: str) -> Non
 def test_a_bucket_is_granted_to_exactly_the_roles_that_use_it(name: str) -> None:
     (bucket,) = (bucket for bucket in BUCKETS if bucket.name == named(name))
     assert bucket.lists | bucket.gets | bucket.writes.keys() == users(name, hears=False)
+
+
+@pytest.mark.parametrize("name", sorted(LOG_NAMES))
+def test_a_log_is_granted_to_exactly_the_roles_that_use_it(name: str) -> None:
+    (log,) = (log for log in LOGS if log.name == named(name))
+    assert log.appends | log.reads == users(name, hears=False)
+    assert not log.appends & log.reads
 
 
 def test_assets_are_granted_to_exactly_the_roles_that_use_them() -> None:
