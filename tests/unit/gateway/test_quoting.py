@@ -68,6 +68,11 @@ def test_what_cannot_be_told_is_refused() -> None:
     assert SPECIALS.spell([1, 1], [(1, False)]) == [1, 1]
 
 
+def test_the_longest_special_token_counts() -> None:
+    nested = Specials({1: "<a>", 2: "<a>b"}, {1: [7], 2: [8]})
+    assert nested.unquoted(nested.quoted("<a>b<a>", WORD), WORD).tokens == [(2, True), (1, True)]
+
+
 def test_a_tokenizer_without_special_tokens() -> None:
     none = Specials({}, {})
     assert none.quoted("a</s>", WORD) == "a</s>"

@@ -129,14 +129,17 @@ async def test_what_nodes_are_to_keep_to(cluster: Cluster, http: aiohttp.ClientS
     named = {"type": "function", "function": {"name": "f"}}
     for choice in ("auto", "required", named, "none"):
         await ask(http, tool_choice=choice)
+    await ask(http, tool_choice="required", parallel_tool_calls=False)
     rules = [submit.rules.grammar if submit.rules else "" for submit in cluster.nodes[1].submits]
-    auto, required, one, none = rules
+    auto, required, one, none, single = rules
+    assert ")*" in required
+    assert ")*" not in single
     assert "lazy" in auto
     assert "lazy" not in required
     assert "call1" in required
     assert "call1" not in one
     assert none == ""
-    assert cluster.nodes[1].submits[-1].tokens == tuple(ids_of("hi"))
+    assert cluster.nodes[1].submits[-2].tokens == tuple(ids_of("hi"))
 
 
 async def test_no_grammar_where_text_has_no_end(
@@ -212,7 +215,9 @@ async def test_templates_that_have_no_place_for_tools(template: str, said: str) 
 
 
 async def test_ids_as_mistral_takes_them() -> None:
-    template = MISTRAL.replace("arguments': call", "id': call.id, 'arguments': call")
+    template = MISTRAL.replace("arguments': call", "id': call.id, 'arguments': call").replace(
+        "{{ m.content }}", "{{ m.content }}{{ m.tool_call_id }}"
+    )
     call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
     history = [
         {"role": "user", "content": "a"},
@@ -220,6 +225,7 @@ async def test_ids_as_mistral_takes_them() -> None:
             "role": "assistant",
             "tool_calls": [{**call, "id": "call_1"}, {**call, "id": "abcdef012"}],
         },
+        {"role": "tool", "content": "5", "tool_call_id": "call_1"},
     ]
     async with running(replica(1), files=text_files(template)) as cluster:
         text = '[TOOL_CALLS] [{"name": "f", "arguments": {}}]'

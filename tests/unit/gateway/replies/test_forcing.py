@@ -137,6 +137,19 @@ def test_how_many_calls(dialect: Dialect) -> None:
         assert not allows(single, twice, whole=False)
 
 
+def test_tags_may_leave_out_what_is_not_required() -> None:
+    wanted = grammar_of_reply(form(QWEN_CODER), use(required=True), "")
+    tags = {"city": "Rome", "unit": "c", "days": "3"}
+
+    def call(*keys: str) -> str:
+        said = "".join(f"<parameter={key}>\n{tags[key]}\n</parameter>\n" for key in keys)
+        return f"<tool_call>\n<function=weather>\n{said}</function>\n</tool_call>"
+
+    assert allows(wanted, call("city", "days"))
+    assert allows(wanted, call("city", "unit", "days"))
+    assert not allows(wanted, call("city"), whole=False)
+
+
 @pytest.mark.parametrize("dialect", DIALECTS, ids=NAMES)
 def test_thoughts_go_first(dialect: Dialect) -> None:
     call = CALLS[dialect]

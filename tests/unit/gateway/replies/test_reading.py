@@ -119,6 +119,7 @@ NO_CALLS = [
 @pytest.mark.parametrize(("form", "text", "expected"), CASES)
 def test_what_a_text_is_read_as(form: Form, text: str, expected: object) -> None:
     assert told(read(form, text)) == expected
+    assert told(read(form, *text)) == expected
 
 
 @pytest.mark.parametrize(("dialect", "text"), NO_CALLS)
