@@ -29,11 +29,12 @@ from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.requests import Request
 from services.gateway.failures import Contain, failure_of
 from services.gateway.metrics import Metrics
+from services.gateway.progress import progress_text
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
 from shared.errors import BusError, NoResponders
-from shared.ids import NodeId, RequestId
+from shared.ids import ModelId, NodeId, RequestId
 from shared.messages import Message, Ok, Ping
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
@@ -101,6 +102,10 @@ class Frontend:
         self.run(commands)
         if self.dispatch.pressing(requests[0].model_id):
             self.pressing.set()
+
+    def progress(self, model_id: ModelId) -> str:
+        """What the model's running scaling event has come to, in words; empty: none runs."""
+        return progress_text(*self.dispatch.coming(model_id, now()))
 
     def end(self, requests: Iterable[Request]) -> None:
         """Cancels those of the requests that have not ended."""

@@ -159,6 +159,11 @@ class Generation:
                     deltas.append(delta)
             yield deltas
 
+    @property
+    def progress(self) -> str:
+        """What a client is told that waits for the first token; empty: nothing."""
+        return "" if self.generated else self._frontend.progress(self.record.model_id)
+
     def fail(self, error: LambdaScaleError) -> ApiError:
         """What ended the choices that are open. Returns it as the client gets it."""
         told = of_error(error)

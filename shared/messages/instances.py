@@ -49,6 +49,20 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
         return len(self.stages) == 1
 
 
+class Coming(msgspec.Struct, frozen=True, kw_only=True):
+    """What the model's running scaling event brings, as the planner sees it now."""
+
+    share: float
+    """How much of the model's blocks the node has that lacks the least of them, but lacks some."""
+    first_s: float | None
+    """Seconds until an instance of it can serve, as planned; 0: one can, or should by now. None: it
+    is not planned yet."""
+    complete_s: float | None
+    """Seconds until all of it is there."""
+    replicas: int
+    """That it brings. 0: not known yet."""
+
+
 class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     """Planner -> gateways, on change and every second: all instances of one model.
 
@@ -74,6 +88,8 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     prefill_s_per_token: float = 0.0
     """Seconds that each further token in a pass adds, as nodes measured it. 0: nothing, or not
     known."""
+    coming: Coming | None = None
+    """None: no scaling event runs."""
 
 
 class InstancesQuery(Message, frozen=True, kw_only=True, tag="instances_query"):

@@ -6,11 +6,13 @@ from collections.abc import AsyncIterator
 import aiohttp
 import openai
 import pytest
+from aiohttp import web
 from openai.types.chat import ChatCompletionUserMessageParam
 
 from services.local.nats_server import NatsServer
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig, GatewayConfig
+from shared.messages.instances import Coming
 from tests.unit.gateway.support import (
     CONTEXT,
     NAME,
@@ -159,3 +161,32 @@ async def test_without_nats_requests_are_told_to_come_back(
         await health(http, 200)
         async with http.post("/v1/completions", json=body) as response:
             assert (await response.json())["choices"][0]["text"] == TEXT
+
+
+async def test_progress_disturbs_no_client(
+    cluster: Cluster, client: openai.AsyncOpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.gateway.http.sending.PROGRESS_S", 0.02)
+    told: list[bytes] = []
+    said = asyncio.Event()
+    write = web.StreamResponse.write
+
+    async def noted(response: web.StreamResponse, data: bytes) -> None:
+        told.append(data)
+        said.set()
+        await write(response, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", noted)
+    await cluster.publish(coming=Coming(share=0.6, first_s=900.0, complete_s=None, replicas=2))
+    await cluster.loaded(lambda load: True)
+
+    async def ask() -> str:
+        stream = await client.chat.completions.create(model=NAME, messages=HI, stream=True)
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    asking = asyncio.create_task(ask())
+    async with asyncio.timeout(PATIENCE_S):
+        await said.wait()
+    assert told[0].startswith(b": weights 60 %, first path in ")
+    await cluster.publish(replica(1))
+    assert await asking == TEXT

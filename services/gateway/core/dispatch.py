@@ -21,7 +21,7 @@ from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
-from shared.messages.instances import InstanceSet
+from shared.messages.instances import Coming, InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 from shared.story import Transition
@@ -112,6 +112,11 @@ class Dispatch:
             model.ask(request)
         self._guard(model, now, model.dispatch, now)
         return self._flush()
+
+    def coming(self, model_id: ModelId, now: float) -> tuple[Coming | None, bool]:
+        """What the model's scaling event brings, and whether an instance serves already."""
+        model = self._models.get(model_id)
+        return (model.coming(now), model.table.slots > 0) if model else (None, False)
 
     def pressing(self, model_id: ModelId) -> bool:
         """Whether the model's load should be reported at once."""

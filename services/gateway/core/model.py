@@ -10,6 +10,8 @@ and then the queue.
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import chain
 
+import msgspec
+
 from services.gateway.core import admission, affinity, routing, streams
 from services.gateway.core.attempts import Attempts
 from services.gateway.core.breaker import State as Health
@@ -35,7 +37,7 @@ from shared.errors import (
     StaleEpoch,
 )
 from shared.ids import InstanceId, ModelId, ModelName, NodeId
-from shared.messages.instances import InstanceSet
+from shared.messages.instances import Coming, InstanceSet
 from shared.messages.load import ModelLoad
 from shared.messages.serving import Scores, Token
 
@@ -47,6 +49,8 @@ NO_FAULT = (BadInput, NotReady)
 """Errors that say nothing about the instance."""
 KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
+STALE_S = 5.0
+"""A planner that has said nothing for so long is gone, and what it expected is not told on."""
 SILENCE_S = 2.0
 """After this long without a token, an attempt's leader is asked for the first time whether it goes
 on: the message with its last token may be lost, and no later token would show that."""
@@ -64,6 +68,9 @@ class Model:
         self.queue: FairQueue[Request] = FairQueue()
         self.asked_requests = self.asked_tokens = 0
         """Requests that were submitted so far, and tokens of their prompts."""
+        self._coming: Coming | None = None
+        self._coming_at = 0.0
+        """When that was so."""
         self._reported = 0
         """How many requests waited when the load was last reported."""
         self._pace = Pace()
@@ -108,6 +115,8 @@ class Model:
         same_planner = new.epoch == self.table.version[0]
         give_back = self._suspects.break_off if same_planner else self._give_back
         give_back(self.table.apply(new), "left the set", now)
+        if self.table.version == (new.epoch, new.revision):
+            self._coming, self._coming_at = new.coming, now
         self._moves.tell(self._moves.begin(now), new.trace)
         self.dispatch(now)
 
@@ -330,7 +339,20 @@ class Model:
 
     def turn_s(self, now: float) -> float:
         """Seconds until a request that comes now would probably begin."""
-        return self._pace.guess_s(len(self.queue) + 1, self.table.slots, now)
+        waiting, slots = len(self.queue) + 1, self.table.slots
+        return self._pace.told_s(waiting, slots, len(self.table.routes), now, self.coming(now))
+
+    def coming(self, now: float) -> Coming | None:
+        """What the model's scaling event brings, from now."""
+        coming, passed_s = self._coming, now - self._coming_at
+        if coming is None or passed_s > STALE_S:
+            return None
+        first_s, complete_s = coming.first_s, coming.complete_s
+        return msgspec.structs.replace(
+            coming,
+            first_s=None if first_s is None else max(0.0, first_s - passed_s),
+            complete_s=None if complete_s is None else max(0.0, complete_s - passed_s),
+        )
 
     def check_in_time(self, requests: Sequence[Request], now: float) -> None:
         """CapacityExceeded for a call that would probably miss the model's objective, while the

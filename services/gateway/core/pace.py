@@ -4,6 +4,8 @@ a request would wait for too long."""
 from collections import deque
 from statistics import fmean
 
+from shared.messages.instances import Coming
+
 REMEMBERED = 64
 """The pace is that of the last starts, the length of a stay that of the last ends: this many."""
 UNKNOWN_S = 5.0
@@ -46,3 +48,19 @@ class Pace:
         """The same, or how long the last request had waited."""
         known = self.turn_s(waiting, slots, now)
         return self._waited_s if known is None else known
+
+    def told_s(
+        self, waiting: int, slots: int, instances: int, now: float, coming: Coming | None
+    ) -> float:
+        """When a request should come that is refused now. `coming`: what is being loaded; from when
+        it is there the queue moves faster, and before its first instance not at all if none is
+        there."""
+        guess = self.guess_s(waiting, slots, now)
+        if coming is None:
+            return guess
+        if not slots:
+            return guess if coming.first_s is None else coming.first_s
+        if coming.complete_s is None or guess <= coming.complete_s:
+            return guess
+        rest = (guess - coming.complete_s) * instances / (instances + coming.replicas)
+        return coming.complete_s + rest

@@ -13,8 +13,11 @@ from services.gateway.encoder import Encoder, StreamEncoder
 from services.gateway.generation import Generation
 from services.gateway.keyed_answers import Reader
 from services.gateway.replies.parts import Reply
+from shared.clock import now
 
 FAILED = "the gateway failed; its log says why"
+PROGRESS_S = 1.0
+"""Seconds between looks at what a stream waits for."""
 KEEPALIVE_S = 3.0
 """Seconds after which a silent stream sends a sign of life."""
 _NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
@@ -46,14 +49,15 @@ async def stream(
 ) -> web.StreamResponse:
     """Streams an answer. Headers go out with the first piece, so that an early failure has its own
     status. `call`: the request's id, for the log."""
+    signs = _Signs(source.generation, encoder)
     response = web.StreamResponse(headers=_NO_STORE)
     response.content_type = "text/event-stream"
     response.charset = "utf-8"
     try:
         try:
-            async for deltas in source.deltas(KEEPALIVE_S):
+            async for deltas in source.deltas(min(PROGRESS_S, KEEPALIVE_S)):
                 if not deltas:
-                    data = encoder.waiting()
+                    data = signs.next()
                 elif source.generation.scored:  # a line for every token of the prompt
                     data = await aside(encoder.events, deltas)
                 else:
@@ -63,6 +67,7 @@ async def stream(
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(data)
+                signs.spoken()
             if not response.prepared:
                 await response.prepare(request)
             await response.write(encoder.last())
@@ -79,3 +84,26 @@ async def stream(
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer
     return response
+
+
+class _Signs:
+    """What a stream says while there is nothing to tell: SSE comments, which clients ignore."""
+
+    def __init__(self, generation: Generation, encoder: StreamEncoder) -> None:
+        self._generation = generation
+        self._encoder = encoder
+        self._progress = ""
+        self._spoken_at = now()
+
+    def spoken(self) -> None:
+        self._spoken_at = now()
+
+    def next(self) -> bytes:
+        progress = self._generation.progress
+        if progress and progress != self._progress:
+            self._progress = progress
+            return f": {progress}\n\n".encode()
+        # Each part of a prompt that was scored is a sign of life.
+        if self._generation.scored or now() - self._spoken_at >= KEEPALIVE_S:
+            return self._encoder.waiting()
+        return b""

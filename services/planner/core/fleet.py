@@ -5,16 +5,17 @@ Members hold what the cluster says they hold. Paths over members that still load
 plan. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy time.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from services.planner.core import instances
 from services.planner.core.commands import PlanPaths
 from services.planner.core.desk import Desk
+from services.planner.core.forecast import Expected
 from services.planner.core.instances import Member, Rules, Stages
 from services.planner.core.stimuli import PathsPlanned
 from shared.ids import EventId, InstanceId, NodeId
-from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.instances import Coming, Instance, InstanceSet, InstanceState
 from shared.messages.pool import ModelRecord, NodeInfo
 
 REPUBLISH_S = 1.0
@@ -49,6 +50,8 @@ class Fleet:
         self.cause = Cause()
         self.within_s = 0.0
         """See InstanceSet. It is published with what changes next, or after a second."""
+        self.expects: Callable[[], Expected | None] = lambda: None
+        """What the running scaling event brings; None: none runs."""
         self.most_slots = 0
         """The most slots that a replica may have, so that tokens come as fast as the model's
         objective says. 0: no limit."""
@@ -333,6 +336,20 @@ class Fleet:
             prefill_s_per_token=cluster.measured.prefill_s_per_token(model),
             trace=self.cause.trace,
             cause=self.cause.event or "",
+            coming=self._coming(),
+        )
+
+    def _coming(self) -> Coming | None:
+        expected = self.expects()
+        if expected is None:
+            return None
+        most = max((len(self._members[node].held) for node in self._partial), default=0)
+        share = most / self._record.n_blocks
+        return Coming(
+            share=share,
+            first_s=expected.first_s,
+            complete_s=expected.complete_s,
+            replicas=expected.replicas,
         )
 
     def _publish(self) -> None:

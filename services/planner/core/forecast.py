@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import msgspec
 
 from services.planner.core.outlook import Outlook
-from shared.messages.scaling import Timings
+from shared.messages.scaling import EventRecord, Timings
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,3 +38,31 @@ def later(timings: Timings, seconds: float) -> Timings:
     records from the decision."""
     found = msgspec.structs.asdict(timings)
     return Timings(**{name: None if at is None else at + seconds for name, at in found.items()})
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an event that runs brings, and in how many seconds from now."""
+
+    first_s: float | None
+    """Until an instance of it can serve; 0: one can, or should by now. None: it is not planned
+    yet."""
+    complete_s: float | None
+    replicas: int
+
+
+def expected_of(record: EventRecord, wall_ns: int) -> Expected:
+    passed_s = (wall_ns - record.decided_ns) / 1e9
+    predicted, actual = record.predicted, record.actual
+    firsts = (predicted.first_path_s, predicted.first_complete_s, predicted.all_complete_s)
+    first = min((at for at in firsts if at is not None), default=None)
+    begun = actual.first_path_s is not None or actual.first_complete_s is not None
+
+    def left(at: float | None) -> float | None:
+        return None if at is None else max(0.0, at - passed_s)
+
+    return Expected(
+        first_s=0.0 if begun else left(first),
+        complete_s=left(predicted.all_complete_s),
+        replicas=len(record.targets),
+    )

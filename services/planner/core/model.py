@@ -11,6 +11,7 @@ from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
 from services.planner.core.fleet import Cause, Fleet, describe
+from services.planner.core.forecast import Expected, expected_of
 from services.planner.core.journal import Journal
 from services.planner.core.releases import Releases
 from services.planner.core.replicas import NEVER, Replicas
@@ -38,6 +39,7 @@ class ModelMachine:
         self._desk = desk
         self._rooms = rooms
         self._removed = False
+        self.fleet.expects = self._expects
         for node in desk.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_holdings(node, ())
 
@@ -190,6 +192,12 @@ class ModelMachine:
     def resume(self, begun: EventRecord) -> None:
         """Goes on with an event of an earlier planner, where it is."""
         self._replicas.follow(EventMachine(self._desk, self.record, begun, self.standing)).resume()
+
+    def _expects(self) -> Expected | None:
+        event = self.event
+        if event is None or event.over:
+            return None
+        return expected_of(event.record, self._desk.now.wall_ns)
 
     # --- what is due ---
 

@@ -21,6 +21,7 @@ from shared.layout import Manifest, encode_manifest
 from shared.messages import Message, Ok, Ping
 from shared.messages.access import AccessPage, AccessQuery, AccessRecord
 from shared.messages.instances import (
+    Coming,
     Instance,
     InstanceSet,
     InstanceSets,
@@ -363,6 +364,7 @@ class Cluster(Recorder):
         record: ModelRecord | None = None,
         trace: str = "",
         step_s: float = 0.0,
+        coming: Coming | None = None,
     ) -> None:
         """The model's instances, now; nodes that they need are made. `step_s`: what they say that
         any pass takes, and each token more in it."""
@@ -379,6 +381,7 @@ class Cluster(Recorder):
             decode_s=step_s,
             prefill_s_per_token=step_s,
             trace=trace,
+            coming=coming,
         )
         self.sets = (new,)
         await self.bus.publish(subjects.INSTANCES, new)

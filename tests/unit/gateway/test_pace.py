@@ -3,6 +3,7 @@
 import pytest
 
 from services.gateway.core.pace import UNKNOWN_S, Pace
+from shared.messages.instances import Coming
 
 
 def test_nothing_is_known_at_first() -> None:
@@ -30,3 +31,25 @@ def test_idle_time_is_no_pace() -> None:
         pace.start(1.0, second)
     pace.start(0.0, 1000.0)
     assert pace.turn_s(1, 4, 1000.0) == pytest.approx(1.0)
+
+
+def coming(first_s: float | None, complete_s: float | None, replicas: int = 3) -> Coming:
+    return Coming(share=0.5, first_s=first_s, complete_s=complete_s, replicas=replicas)
+
+
+def test_where_nothing_serves_a_request_begins_when_the_first_instance_is_there() -> None:
+    pace = Pace()
+    assert pace.told_s(5, 0, 0, 0.0, coming(2.5, 9.0)) == 2.5
+    assert pace.told_s(5, 0, 0, 0.0, coming(None, None)) == UNKNOWN_S
+    assert pace.told_s(5, 0, 0, 0.0, None) == UNKNOWN_S
+
+
+def test_the_queue_moves_faster_once_more_instances_are_there() -> None:
+    pace = Pace()
+    for second in range(5):
+        pace.start(1.0, float(second))
+    alone = pace.guess_s(40, 8, 4.0)
+    assert alone == 40.0
+    assert pace.told_s(40, 8, 1, 4.0, coming(1.0, 10.0)) == 10.0 + 30.0 / 4
+    assert pace.told_s(40, 8, 1, 4.0, coming(1.0, 50.0)) == alone
+    assert pace.told_s(40, 8, 1, 4.0, coming(1.0, None)) == alone

@@ -6,12 +6,13 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.planner.core.forecast import NO_FORECAST, Forecast, later
+from services.planner.core.events import begin
+from services.planner.core.forecast import NO_FORECAST, Expected, Forecast, expected_of, later
 from services.planner.core.links import Links
 from services.planner.core.placement import Held, Plan, Roles, plan_transfers
-from shared.ids import NodeId
+from shared.ids import EventId, NodeId
 from shared.messages.pool import ModelProfile, Profile
-from shared.messages.scaling import Timings
+from shared.messages.scaling import EventRecord, Timings
 from tests.unit.planner.scripted import record
 from tests.unit.registry.builders import info
 
@@ -121,3 +122,48 @@ def test_relays_forward_the_chunks_that_the_model_record_says() -> None:
 
 def test_nothing_to_move_nothing_to_predict() -> None:
     assert predict({A: EVERY}) == NO_FORECAST
+
+
+S = 10**9
+
+
+def event(**fields: object) -> EventRecord:
+    begun = begin(
+        EventId("ev-1"),
+        record(),
+        strategy="auto",
+        cause="load",
+        waiting_ns=0,
+        detected_ns=0,
+        wanted_ns=0,
+        decided_ns=100 * S,
+        expected={},
+        trace="",
+    )
+    return msgspec.structs.replace(begun, **fields)
+
+
+def test_an_event_without_a_plan_promises_nothing() -> None:
+    assert expected_of(event(), 101 * S) == Expected(None, None, 0)
+
+
+def test_what_a_plan_predicts_is_told_from_now() -> None:
+    planned = event(
+        predicted=Timings(first_path_s=2.0, first_complete_s=4.0, all_complete_s=5.0),
+        targets=(NodeId("a"), NodeId("b")),
+    )
+    assert expected_of(planned, 101 * S) == Expected(1.0, 4.0, 2)
+    assert expected_of(planned, 103 * S) == Expected(0.0, 2.0, 2)
+    assert expected_of(planned, 109 * S) == Expected(0.0, 0.0, 2)
+
+
+def test_without_a_path_the_first_whole_copy_serves_first() -> None:
+    planned = event(predicted=Timings(first_complete_s=4.0, all_complete_s=5.0))
+    assert expected_of(planned, 100 * S).first_s == 4.0
+
+
+def test_an_instance_that_is_there_earlier_than_planned_counts() -> None:
+    early = event(
+        predicted=Timings(first_path_s=2.0, all_complete_s=5.0), actual=Timings(first_path_s=0.5)
+    )
+    assert expected_of(early, 101 * S) == Expected(0.0, 4.0, 0)

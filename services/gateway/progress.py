@@ -1,0 +1,17 @@
+"""What a client that waits for its first token is told, in words."""
+
+from shared.messages.instances import Coming
+
+
+def progress_text(coming: Coming | None, serves: bool) -> str:
+    """Empty: nothing is known. `serves`: whether an instance of the model is there already."""
+    if coming is None:
+        return ""
+    if coming.first_s is None:
+        return "an instance is being planned"
+    text = f"weights {coming.share:.0%}".replace("%", " %")
+    if not serves and coming.first_s > 0:
+        return f"{text}, first path in {coming.first_s:.1f} s"
+    if coming.complete_s:
+        return f"{text}, all of {coming.replicas} more in {coming.complete_s:.1f} s"
+    return text
