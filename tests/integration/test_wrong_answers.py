@@ -53,6 +53,7 @@ async def test_a_node_with_other_weights_is_taken_out(
         tmp_path, checkpoint, nodes=NODES, min_instances=NODES, settings=SETTINGS
     ) as up:
         await up.replicas(NODES)
+        await up.until(lambda: ILL in up.statuses, "the status of the node")
         asked = prompts(8 * NODES, TINY.vocab_size)
         expected = oracle.tokens(asked, TOKENS)
         async with asyncio.timeout(LIMIT_S):
