@@ -68,7 +68,9 @@ async def test_a_node_with_other_weights_is_taken_out(
 
         await up.until(unfit, "a node that is unfit")
         assert await checks(up, "wrong") == 1
+        ill = up.statuses[ILL].generation
         up.cluster.start_node(ILL)  # it waits until the process before is gone
+        await up.until(lambda: up.statuses[ILL].generation != ill, "the next process")
         await up.replicas(NODES)
         path = await up.path(ILL)
         assert await up.over_path(path, asked[0], TOKENS) == expected[0]
