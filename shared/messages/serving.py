@@ -7,6 +7,7 @@ submits prompt and tokens so far elsewhere, as the next attempt. While the prese
 runs, it is cancelled only after the next one was accepted.
 """
 
+import enum
 from collections.abc import Iterator
 
 import msgspec
@@ -67,6 +68,15 @@ class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         yield from self.allowed
 
 
+class Pooling(enum.Enum):
+    """How a prompt becomes one vector: from the states after the model's last norm."""
+
+    LAST = "last"
+    """The state of the last position."""
+    MEAN = "mean"
+    """The mean of all positions' states."""
+
+
 class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Gateway -> leader. Ok once queued; else CapacityExceeded, NotFound (a block is missing) or
     BadInput.
@@ -105,6 +115,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Tokens of the prompt are scored from this one on: their log probabilities come before the
     first token, as `sampling.logprobs` says. 0: no token is scored (the very first token never has
     a score)."""
+    pooling: Pooling | None = None
+    """The request is for the prompt's vector (`Token.vector`), and nothing is drawn. None: it is
+    for tokens."""
     alone_until: int = 0
     """The request may be one that kills nodes. Until it has this many tokens, those of the prompt
     included, the nodes of its path begin nothing else. 0: it is a request like others."""
@@ -147,6 +160,9 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     cached: int = 0
     """On the first token of an attempt: how many of the tokens that it began with were found in
     the prefix cache."""
+    vector: bytes = b""
+    """The prompt's vector, if that is what was asked for: float32, little-endian, not normalised.
+    The token then means nothing. A node of the release before gives a token and no vector."""
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True):

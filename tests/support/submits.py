@@ -2,7 +2,7 @@
 
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import LogitRules, Sampling, Submit
+from shared.messages.serving import LogitRules, Pooling, Sampling, Submit
 
 MODEL = ModelId("m")
 BLOCKS = 6
@@ -34,6 +34,7 @@ def submit(
     rules: LogitRules | None = None,
     image: bytes = b"",
     score_from: int = 0,
+    pooling: Pooling | None = None,
 ) -> Submit:
     return Submit(
         request=RequestId(name),
@@ -50,4 +51,5 @@ def submit(
         rules=rules,
         image=image,
         score_from=score_from,
+        pooling=pooling,
     )

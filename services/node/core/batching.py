@@ -22,6 +22,8 @@ anything, and the sequence that began first always goes on, so all of them end.
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
+import msgspec
+
 from services.node.core.following import Follower
 from services.node.core.kv import Kv
 from services.node.core.leading import Leader
@@ -42,7 +44,7 @@ from services.node.core.microbatches import (
     StageMessage,
 )
 from services.node.core.room import Claim, Room
-from services.node.core.rows import Row, SequenceKey
+from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane
 from services.node.core.speculation import STEP_POSITIONS
 from shared.errors import ProtocolViolation
@@ -179,6 +181,7 @@ class Batcher:
         sampled: Sequence[tuple[int, ...]],
         hidden: Hidden | None,
         logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] | None = None,
+        vectors: Mapping[SequenceKey, bytes] | None = None,
     ) -> list[Command]:
         """Takes the part's result: the tokens drawn after each row, and `hidden` if it did not end
         in the head."""
@@ -190,7 +193,7 @@ class Batcher:
             return self._passed_on(part, hidden)
         self.tokens_out += sum(map(len, sampled))
         tokens = tuple(zip(part.keys, sampled, strict=True))
-        message = Sampled(part.batch, tokens, dict(logprobs or {}))
+        message = Sampled(part.batch, tokens, dict(logprobs or {}), dict(vectors or {}))
         if part.stage == 0:
             return self._leader.sampled(message, self._tick())
         return [Send(part.path.leader, message, cause=self._handled.cause)]
@@ -310,8 +313,7 @@ class Batcher:
         if not any(self._alive(part, key) for key in part.keys):
             return []
         rows = tuple(
-            Row(row.sequence, row.position, row.count, row.limit, (), row.draw, score=row.score)
-            for row in part.rows
+            msgspec.structs.replace(row, tokens=(), image=b"") for row in part.rows
         )
         message = Forward(part.path, part.stage + 1, part.batch, rows)
         to = part.path.stages[part.stage + 1].address

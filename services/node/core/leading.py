@@ -60,7 +60,7 @@ from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Tok
 WRONG_TOKENS = Failure(
     "protocol",
     "the last stage of the path returned no token where one was due, accepted what was not "
-    "proposed, or did not score the prompt",
+    "proposed, or did not score the prompt or give its vector",
 )
 
 
@@ -253,9 +253,16 @@ class Leader:
             sequence = self.running.get(key)
             if sequence is None or sequence.row is None or sequence.flight != message.batch:
                 continue
-            draw, score = sequence.row.draw, sequence.row.score
+            row, draw, score = sequence.row, sequence.row.draw, sequence.row.score
             logprobs = message.logprobs.get(key, ())
             sequence.land(drawn, tick)
+            if row.gives_vector:
+                if vector := message.vectors.get(key):
+                    commands.append(_vector(sequence, vector, self._handled.cause))
+                    over.append(sequence)
+                else:
+                    cut.append(sequence)
+                continue
             if score is not None:
                 count = len(score.tokens)
                 if len(logprobs) < count:
@@ -378,6 +385,15 @@ def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...], cause: str) -> C
     )
 
 
+def _vector(sequence: Sequence, vector: bytes, cause: str) -> Command:
+    """The vector of the prompt, with which the request ends."""
+    submit, finish = sequence.submit, Finish.LENGTH.value
+    token = Token(
+        submit.request, submit.attempt, 0, 0, finish, cached=sequence.cached, vector=vector
+    )
+    return Emit(submit.gateway, token, cause=cause)
+
+
 def _taken(
     sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...], cause: str
 ) -> tuple[list[Command], Finish]:
@@ -431,5 +447,9 @@ def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:
         raise BadInput(f"request {submit.request} has no log probabilities for its prompt to have")
     if not 0 <= submit.score_from <= submit.prompt_tokens:
         raise BadInput(f"request {submit.request} has no token {submit.score_from} in its prompt")
+    if submit.pooling and (
+        submit.image or submit.rules or scores or submit.max_tokens != 1 or submit.stop_ids
+    ):
+        raise BadInput(f"request {submit.request} is for a vector, which has no settings of tokens")
     if len(submit.tokens) - submit.prompt_tokens >= submit.max_tokens:
         raise BadInput(f"request {submit.request} has all its {submit.max_tokens} tokens already")

@@ -110,6 +110,8 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
     logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
     """Log probabilities: one for each token to be scored, and for each drawn token whose draw asks
     for them."""
+    vectors: dict[SequenceKey, bytes] = {}
+    """See `Token.vector`: of the rows that complete one."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:

@@ -3,7 +3,7 @@ engine. They are structures of msgspec, which are made several times as fast as 
 
 import msgspec
 
-from shared.messages.serving import LogitRules, Sampling
+from shared.messages.serving import LogitRules, Pooling, Sampling
 
 SequenceKey = str
 """The name of a sequence on every stage of its path: `<request>#<attempt>`, with `~<n>` once it was
@@ -75,6 +75,13 @@ class Row(msgspec.Struct, frozen=True):
     """The image at these positions, if the batch starts at block 0: see `Submit.image`."""
     score: Score | None = None
     """Used by the stage with the head, like `draw`."""
+    pooling: Pooling | None = None
+    """Set on the rows whose positions the sequence's vector is made of; used by the stage with the
+    head. The row that ends at `limit` completes the vector."""
+
+    @property
+    def gives_vector(self) -> bool:
+        return self.pooling is not None and self.position + self.count == self.limit
 
     @property
     def proposed(self) -> int:

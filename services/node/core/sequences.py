@@ -20,11 +20,13 @@ from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
 from shared.errors import IllegalTransition
 from shared.ids import RequestId
-from shared.messages.serving import Submit
+from shared.messages.serving import Pooling, Submit
 
 SCORED_POSITIONS = 1024
 """The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
 the answer of the last stage then has 0.3 MiB, of the 1 MiB that a message may have."""
+VECTORS = 16
+"""The most vectors that a micro-batch on a path gives. Of 8,192 numbers each they have 0.5 MiB."""
 
 
 class State(enum.Enum):
@@ -147,7 +149,9 @@ class Sequence:
     @property
     def reusable(self) -> tuple[int, ...]:
         """The tokens whose KV may be cached. The last one is left out, and so is everything to be
-        scored, because these have to be run."""
+        scored or to be averaged, because these have to be run."""
+        if self.submit.pooling is Pooling.MEAN:
+            return ()
         return tuple(self.tokens[: self.scored] if self.scoring else self.tokens)
 
     @property
@@ -165,14 +169,20 @@ class Sequence:
         draw = None
         if self.speculation:
             self.speculation.learn()
-        if stop == len(self.tokens):
+        pooling = self._pooling(stop)
+        if stop == len(self.tokens) and self.submit.pooling is None:
             context = None if self.decodes else self._context()
             draw = Draw(stop - self.submit.prompt_tokens, self.submit.sampling, context)
         self.flight = batch
         tokens, image = tuple(self.tokens[start:stop]), self.submit.image
         score = self._score(start, stop)
-        self.row = Row(self.key, start, count, self.limit, tokens, draw, image, score)
+        self.row = Row(self.key, start, count, self.limit, tokens, draw, image, score, pooling)
         return self.row
+
+    def _pooling(self, stop: int) -> Pooling | None:
+        """How positions up to `stop` take part in the sequence's vector; None: they don't."""
+        pooling = self.submit.pooling
+        return None if pooling is Pooling.LAST and stop < self.limit else pooling
 
     def _score(self, start: int, stop: int) -> Score | None:
         """The score for the prompt's tokens after these positions that were not scored yet."""
@@ -275,6 +285,7 @@ class Lane:
         """The next micro-batch: decode rows, and `prompt_budget` prompt tokens in chunks. An image
         is not cut, so the last image may exceed the budget."""
         score_budget = SCORED_POSITIONS
+        vectors = VECTORS if self.path.followers else len(self.sequences)
         share = -(-len(self.sequences) // self.depth)
         ready = sorted(
             (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
@@ -293,6 +304,10 @@ class Lane:
                 if sequence.scoring:
                     count = min(count, score_budget)
                     score_budget -= count
+                if sequence.submit.pooling and sequence.position + count == sequence.limit:
+                    if not vectors:
+                        continue
+                    vectors -= 1
                 prompt_budget = max(0, prompt_budget - count)
             if count:
                 rows.append(sequence.depart(batch, count))

@@ -129,6 +129,8 @@ def _check_row(row: Row) -> None:
         _check_draw(row.draw, row.position + row.count - row.proposed)
     if row.score:
         _check_score(row.score, row.count)
+    if row.pooling and (row.draw or row.score):
+        raise _malformed("a row both for a vector and for tokens")
 
 
 def _check_draw(draw: Draw, known: int) -> None:
@@ -167,6 +169,8 @@ def _check_sampled(message: Sampled) -> None:
     _check_keys(keys)
     if not message.logprobs.keys() <= set(keys):
         raise _malformed("log probabilities without a row")
+    if not message.vectors.keys() <= set(keys):
+        raise _malformed("a vector without a row")
     for _, drawn in message.tokens:
         _check_ids(drawn)
     for found in message.logprobs.values():

@@ -63,6 +63,8 @@ class PartResult:
     logprobs: Mapping[SequenceKey, tuple[Logprobs, ...]] = field(default_factory=dict)
     """Log probabilities: one for each token to be scored, and for each drawn token whose draw asks
     for them."""
+    vectors: Mapping[SequenceKey, bytes] = field(default_factory=dict)
+    """See `Token.vector`: of the rows that complete one."""
     failed: Mapping[SequenceKey, LambdaScaleError] = field(default_factory=dict)
     """The error of each sequence that could not be scored or drawn for. Other rows are not
     affected."""

@@ -100,10 +100,12 @@ class Decoder:
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,
         hidden_size]."""
+        return unit.head(self.states(unit, hidden, rows), torch.float32)
+
+    def states(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         if list(rows) != [*range(len(hidden))]:  # in decode steps all rows are wanted
             hidden = hidden[to_device(torch.tensor(rows), self.device)]
-        normed = self.ops.rms_norm(hidden, unit.norm, self.config.norm_eps)
-        return unit.head(normed, torch.float32)
+        return self.ops.rms_norm(hidden, unit.norm, self.config.norm_eps)
 
     def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
         return self.ops.largest_ids(logits)

@@ -140,8 +140,13 @@ class Encoder:
     def head(self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), labels] in float32, computed from the given rows of hidden [n,
         hidden_size]."""
+        return unit.classifier(self.states(unit, hidden, rows), torch.float32)
+
+    def states(
+        self, unit: ClassifierUnit, hidden: torch.Tensor, rows: Sequence[int]
+    ) -> torch.Tensor:
         picked = hidden[to_device(torch.tensor(rows), self.device)]
-        return unit.classifier(self.normed(picked, unit.norm), torch.float32)
+        return self.normed(picked, unit.norm)
 
     def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
         return largest_ids(logits)

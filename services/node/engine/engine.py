@@ -183,6 +183,7 @@ class TorchEngine:
         self._kv.free(sequences)
         for model in self._models.values():
             model.processors.free(sequences)
+            model.sums.free(sequences)
 
     @property
     def kv_used(self) -> int:

@@ -11,6 +11,7 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Bell, Row, Weights
 from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form
+from services.node.engine.pooling import Sums
 from services.node.engine.processors import Processors
 from shared.layout import BlockSpec, Manifest
 
@@ -66,6 +67,10 @@ class Network(Protocol):
         """Logits [len(rows), tokens or classes] in float32, computed from the given rows of
         hidden."""
 
+    def states(self, unit: Any, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+        """The states [len(rows), hidden_size] after the last norm, from the given rows of
+        hidden: what the head's logits are computed from."""
+
     def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
         """As in sampling.py, of logits from `head`."""
 
@@ -77,6 +82,7 @@ class Model:
     processors: Processors
     graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
+    sums: Sums = field(default_factory=Sums)
 
     def layers(self, start: int, stop: int) -> range:
         """The layers of blocks start <= block < stop, counted from 0."""

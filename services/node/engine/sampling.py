@@ -47,9 +47,12 @@ def _on_device(logits: torch.Tensor) -> bool:
 class Drawn(NamedTuple):
     token: int | None
     """The token. None if there is no token to draw (`error` says why), if the proposed token before
-    it was not drawn, or if this scores a known token, whose log probabilities are in `logprobs`."""
+    it was not drawn, or if this scores a known token, whose log probabilities are in `logprobs`, or
+    gives a vector."""
     logprobs: Logprobs | None = None
     error: LambdaScaleError | None = None
+    vector: bytes = b""
+    """The vector of a prompt, for which no token is drawn: see `Token.vector`."""
 
 
 NOT_FINITE = Drawn(None, error=ModelError("the model's logits are not finite: NaN or infinite"))

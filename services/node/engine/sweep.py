@@ -26,6 +26,7 @@ from services.node.engine.drawing import drawn_after, scored
 from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.model import Model, Step
 from services.node.engine.part_checks import check_part, checked_hidden
+from services.node.engine.pooling import pooled
 from services.node.engine.sampling import Drawn
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
@@ -47,22 +48,26 @@ class _Rider:
     """[sum(count), hidden_size], which nobody else writes. While the part is aboard, a view of the
     tensor that all parts share."""
     drawn: tuple[tuple[Drawn, ...], ...] = ()
-    """For each row, once the head was run: first the scored tokens, then the drawn ones."""
+    """For each row, once the head was run: first the scored tokens, then the drawn ones; or its
+    vector."""
 
     @property
     def result(self) -> PartResult:
         hidden = None if self.ends else to_host(self.hidden)
         sampled: list[tuple[int, ...]] = []
         logprobs: dict[SequenceKey, tuple[Logprobs, ...]] = {}
+        vectors: dict[SequenceKey, bytes] = {}
         failed: dict[SequenceKey, LambdaScaleError] = {}
         for row, ones in zip(self.rows, self.drawn or ((),) * len(self.rows), strict=True):
             sampled.append(tuple([one.token for one in ones if one.token is not None]))
             for one in ones:
                 if one.logprobs:
                     logprobs[row.sequence] = (*logprobs.get(row.sequence, ()), one.logprobs)
+                if one.vector:
+                    vectors[row.sequence] = one.vector
                 if one.error:
                     failed.setdefault(row.sequence, one.error)
-        return PartResult(tuple(self.rows), hidden, tuple(sampled), logprobs, failed)
+        return PartResult(tuple(self.rows), hidden, tuple(sampled), logprobs, vectors, failed)
 
     def drop_freed(self) -> None:
         kept = [i for i, sequence in enumerate(self.sequences) if sequence.live]
@@ -201,13 +206,16 @@ class TorchSweep:
         ]
 
     def _sample(self, model: Model, unit: Any) -> None:
-        """Scores and draws for everybody aboard. The head is the last unit, so all parts leave
+        """Scores, draws and averages for everybody aboard. The head is the last unit, so all parts leave
         after it."""
         rows = [row for rider in self._aboard for row in rider.rows]
         drawn = drawn_after(model, unit, self._hidden, rows)
         if any(row.score for row in rows):
             known = scored(model, unit, self._hidden, rows)
             drawn = tuple((*before, *new) for before, new in zip(known, drawn, strict=True))
+        if any(row.pooling for row in rows):
+            vectors = pooled(model, unit, self._hidden, rows)
+            drawn = tuple((*before, *new) for before, new in zip(vectors, drawn, strict=True))
         for rider in self._aboard:
             rider.drawn, drawn = drawn[: len(rider.rows)], drawn[len(rider.rows) :]
 

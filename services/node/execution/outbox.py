@@ -1,4 +1,5 @@
-"""Messages to gateways, gathered during a step: each gateway gets one message."""
+"""Messages to gateways, gathered during a step: each gateway gets one message, or several if its
+vectors are long."""
 
 from dataclasses import dataclass, field
 
@@ -6,34 +7,40 @@ from services.node.core.microbatches import Emit
 from shared.ids import GatewayId, NodeId
 from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 
+VECTOR_BYTES = 512 << 10
+"""Of vectors in one message. The bus takes 1 MiB."""
+
 
 @dataclass(slots=True)
 class _Box:
     tokens: list[Token] = field(default_factory=list)
     failed: list[AttemptFailed] = field(default_factory=list)
     scores: list[Scores] = field(default_factory=list)
+    vector_bytes: int = 0
 
 
 class Outbox:
     def __init__(self, node: NodeId) -> None:
         self._node = node
-        self._boxes: dict[GatewayId, _Box] = {}
+        self._boxes: dict[GatewayId, list[_Box]] = {}
 
     def put(self, command: Emit) -> None:
-        box = self._boxes.get(command.gateway)
-        if box is None:
-            box = self._boxes[command.gateway] = _Box()
+        boxes = self._boxes.setdefault(command.gateway, [])
+        if not boxes or boxes[-1].vector_bytes >= VECTOR_BYTES:
+            boxes.append(_Box())
+        box = boxes[-1]
         match command.what:
-            case Token():
+            case Token(vector=vector):
                 box.tokens.append(command.what)
+                box.vector_bytes += len(vector)
             case Scores():
                 box.scores.append(command.what)
             case AttemptFailed():
                 box.failed.append(command.what)
 
     def empty(self) -> list[tuple[GatewayId, Tokens]]:
-        """Takes out one message for each gateway."""
-        boxes, self._boxes = self._boxes, {}
+        """Takes out the messages for each gateway, in order."""
+        found, self._boxes = self._boxes, {}
         return [
             (
                 gateway,
@@ -44,5 +51,6 @@ class Outbox:
                     scores=tuple(box.scores),
                 ),
             )
-            for gateway, box in boxes.items()
+            for gateway, boxes in found.items()
+            for box in boxes
         ]

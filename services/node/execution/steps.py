@@ -215,7 +215,7 @@ class Steps:
         self._ran(model, share, tokens, seconds)
 
     def flush(self) -> None:
-        """Everything for one gateway goes out in one message."""
+        """Hands out what gateways are told: see `Outbox`."""
         for gateway, tokens in self._out.empty():
             self._emit(gateway, tokens)
 

@@ -93,7 +93,10 @@ class Sweeps:
                 run.work += part.positions * (part.stop - part.start)
                 for key, error in result.failed.items():
                     self._do(self._batcher.refused(part, [key], failure_of(error)))
-                self._do(self._batcher.ran(part, result.sampled, result.hidden, result.logprobs))
+                commands = self._batcher.ran(
+                    part, result.sampled, result.hidden, result.logprobs, result.vectors
+                )
+                self._do(commands)
         if not run.parts:
             self._run = None
             self._tell(run, now)
