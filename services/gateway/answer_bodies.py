@@ -111,6 +111,28 @@ class Classification(msgspec.Struct, kw_only=True):
     usage: Usage
 
 
+# --- embeddings --------------------------------------------------------------------
+
+
+class Embedding(msgspec.Struct):
+    index: int
+    embedding: list[float] | str
+    """Numbers, or their float32 bytes (little-endian) in base64."""
+    object: Literal["embedding"] = "embedding"
+
+
+class EmbeddingUsage(msgspec.Struct):
+    prompt_tokens: int
+    total_tokens: int
+
+
+class Embeddings(msgspec.Struct, kw_only=True):
+    object: Literal["list"] = "list"
+    data: list[Embedding]
+    model: str
+    usage: EmbeddingUsage
+
+
 # --- completions -------------------------------------------------------------------
 
 

@@ -105,7 +105,7 @@ def completion(raw: bytes) -> Asked:
         invalid("truncate_prompt_tokens", "can't be used with echo")
     return _asked(
         body,
-        prompts=_prompts(body.prompt),
+        prompts=prompts_of(body.prompt, "prompt"),
         logprobs=body.logprobs,
         chat=False,
         max_tokens=body.max_tokens,
@@ -184,14 +184,14 @@ def _asked(
     )
 
 
-def _prompts(given: str | list[str | int | list[int]]) -> tuple[Prompt, ...]:
-    """Each prompt is a text or a list of token ids."""
+def prompts_of(given: str | list[str | int | list[int]], field: str) -> tuple[Prompt, ...]:
+    """Each prompt is a text or a list of token ids. `field`: for errors."""
     if isinstance(given, str):
         return (given,)
     if not given:
-        invalid("prompt", "must not be empty")
+        invalid(field, "must not be empty")
     if len(set(map(type, given))) > 1:
-        invalid("prompt", "use one kind: texts, token ids, or lists of token ids")
+        invalid(field, "use one kind: texts, token ids, or lists of token ids")
     if isinstance(given[0], int):
         return (cast("list[int]", given),)
     return tuple(cast("list[str | list[int]]", given))

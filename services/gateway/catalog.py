@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.asked import model_defaults
+from services.gateway.embeds import POOLING_CONFIG, Embeds, embeds_of
 from services.gateway.replies.reading import THOUGHT
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
@@ -44,6 +45,7 @@ class Lingo:
     """Of a token's KV; 0: the config does not say it."""
     defaults: Mapping[str, float]
     """Of sampling, by the names that requests have for it."""
+    embeds: Embeds
 
     def template_for(self, tools: bool) -> Template | None:
         """The template for a chat, which may have tools."""
@@ -128,7 +130,14 @@ class Catalog:
     async def _lingo(self, record: ModelRecord) -> Lingo:
         if TOKENIZER not in record.files:
             raise ModelError(f"model {record.name!r} has no {TOKENIZER}: publish it with one")
-        wanted = (TOKENIZER, TOKENIZER_CONFIG, SPECIAL_TOKENS, GENERATION_CONFIG, CHAT_TEMPLATE)
+        wanted = (
+            TOKENIZER,
+            TOKENIZER_CONFIG,
+            SPECIAL_TOKENS,
+            GENERATION_CONFIG,
+            CHAT_TEMPLATE,
+            POOLING_CONFIG,
+        )
         files = {
             name: await self._objects.get(record.files[name])
             for name in wanted
@@ -164,6 +173,7 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         vocab_size=int(config["vocab_size"]),
         kv_bytes=_kv_bytes(config),
         defaults=model_defaults(generation),
+        embeds=embeds_of(config, _json(files, POOLING_CONFIG)),
     )
 
 

@@ -57,6 +57,8 @@ class Choice:
         """Log probabilities of each generated token, if they were asked for."""
         self.cached: int | None = None
         """Prompt tokens that were cached where it began. None: not known before its first token."""
+        self.vector = b""
+        """The prompt's vector, if that is what was asked for: see `Token.vector`."""
         self.first_at = 0.0
         self.reasoning_tokens = 0
         """How many of its tokens are thoughts."""

@@ -1,5 +1,6 @@
 """From tokens to what a client reads: one call, until all its choices have ended."""
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
@@ -50,8 +51,10 @@ class Generation:
         prompt_tokens: int,
         trace: str,
         tab: Tab,
+        at_once: int | None = None,
     ) -> None:
-        """`trace`: the client's traceparent, or ""."""
+        """`trace`: the client's traceparent, or "". `at_once`: how many choices wait or run at a
+        time; the others follow as these end. None: all."""
         self.record = record
         self.choices = choices
         self.prompt_tokens = prompt_tokens
@@ -61,6 +64,9 @@ class Generation:
         self._tab = tab
         self._arrived, self._arrived_ns = now(), wall_ns()
         self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
+        self._at_once = at_once or len(choices)
+        self._later: deque[Choice] = deque()
+        """Choices that have not begun."""
         self.scored = choices[0].request.score_from > 0
         """Whether prompts have log probabilities."""
         self.open = len(choices)
@@ -77,7 +83,7 @@ class Generation:
 
     async def __aenter__(self) -> Self:
         try:
-            self.begin(lambda choice, piece: self._pieces.put((choice, piece)))
+            self.begin(self._give)
         except LambdaScaleError as error:
             raise of_error(error) from error
         return self
@@ -96,11 +102,12 @@ class Generation:
         begun = [choice for choice in self.choices if choice.finish is None]
         self._generated_before = self.generated
         most = self.prompt_tokens + sum(choice.request.remaining for choice in begun)
-        self._tab.let_in(len(begun), most)
+        first, self._later = begun[: self._at_once], deque(begun[self._at_once :])
+        self._tab.let_in(len(first), most)
         for choice in begun:
             choice.request.share = self._tab.share
         try:
-            self._frontend.begin({choice.request: partial(take, choice) for choice in begun})
+            self._frontend.begin({choice.request: partial(take, choice) for choice in first})
         except LambdaScaleError:
             self._tab.take_back()
             raise
@@ -177,11 +184,26 @@ class Generation:
             return None
         if choice.finish is not None:
             return None
+        choice.vector = piece.vector
         delta = self.push(choice, piece.token, piece.finish, piece.logprobs, piece.cached)
         self._measure(choice)
         if choice.finish and not piece.finish:
             self._frontend.finish(piece.request)
+        if choice.finish and self._later:
+            self._begin_next()
         return delta
+
+    def _begin_next(self) -> None:
+        choice = self._later.popleft()
+        choice.request.waiting_since = now()
+        take = partial(self._give, choice)
+        try:
+            self._frontend.begin({choice.request: take})
+        except LambdaScaleError as error:
+            raise self.fail(error) from error
+
+    def _give(self, choice: Choice, piece: Piece) -> None:
+        self._pieces.put((choice, piece))
 
     @property
     def generation(self) -> Self:

@@ -46,11 +46,13 @@ class PromptReader:
         *,
         special: bool = True,
         truncated: int | None = None,
+        field: str = "prompt",
     ) -> Read:
-        """Prompts of one kind. `special`: whether a bare prompt begins as the model wants it.
-        `truncated`: the most tokens of a prompt, of which the last ones stay; None: as many as the
-        context has. Errors as of `read`."""
-        field = "messages" if isinstance(prompts[0], Dialogue) else "prompt"
+        """Prompts of one kind, given in `field`. `special`: whether a bare prompt begins as the
+        model wants it. `truncated`: the most tokens of a prompt, of which the last ones stay; None:
+        as many as the context has. Errors as of `read`."""
+        if isinstance(prompts[0], Dialogue):
+            field = "messages"
         context = record.context_length
         if truncated is not None and truncated > context:
             invalid("truncate_prompt_tokens", f"must be at most the model's context, {context}")

@@ -23,6 +23,7 @@ from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.ids import NodeId
+from shared.messages.serving import Pooling
 
 BOUND = 0.25
 LIGHT = 0.25
@@ -88,8 +89,8 @@ def _suits(table: Table, route: Route, request: Request, saved: int, now: float)
 
 def _has_prefix(request: Request) -> bool:
     """Whether its KV depends on its tokens alone, and is taken from what is cached: no image, and
-    no prompt that is scored."""
-    return not request.image and not request.score_from
+    no prompt that is scored or averaged."""
+    return not (request.image or request.score_from or request.pooling is Pooling.MEAN)
 
 
 def _marks(request: Request) -> tuple[int, ...]:

@@ -125,6 +125,7 @@ class Attempts:
             rules=request.rules,
             image=request.image,
             score_from=request.score_from,
+            pooling=request.pooling,
             alone_until=request.alone_until,
         )
 

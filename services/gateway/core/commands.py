@@ -38,6 +38,8 @@ class Emit(_Command, frozen=True, gc=False):
     logprobs: Logprobs | None = None
     cached: int = 0
     """See `Token.cached`."""
+    vector: bytes = b""
+    """See `Token.vector`."""
 
 
 class Scored(_Command, frozen=True, gc=False):

@@ -51,6 +51,7 @@ KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
 STALE_S = 5.0
 """A planner that has said nothing for so long is gone, and what it expected is not told on."""
+NO_VECTOR = "the node gives no vectors yet: it is of the release before"
 SILENCE_S = 2.0
 """After this long without a token, an attempt's leader is asked for the first time whether it goes
 on: the message with its last token may be lost, and no later token would show that."""
@@ -156,6 +157,12 @@ class Model:
 
     def accept(self, request: Request, token: Token, now: float) -> bool:
         """Takes the request's next token. Returns whether its instance has more room now."""
+        if request.pooling and not token.vector:
+            # No fault of the instance, which may go on with text.
+            request.failures += 1
+            route = self._attempts.route_of(request, token.attempt)
+            self._over(request, token.attempt, route, "refused", NO_VECTOR, now)
+            return True
         if token.attempt != request.attempt:
             self.taken(request, now)
         route = self._attempts.route(request)
@@ -174,9 +181,17 @@ class Model:
         route.charge(request.remaining - request.charge)
         request.charge = request.remaining
         finish = streams.finish_of(request, token)
-        logprobs, cause = token.logprobs, self._ledger.cause
-        emit = Emit(request.id, token.token, finish, first, logprobs, token.cached, cause=cause)
-        self._out.append(emit)
+        said = Emit(
+            request.id,
+            token.token,
+            finish,
+            first,
+            token.logprobs,
+            token.cached,
+            token.vector,
+            cause=self._ledger.cause,
+        )
+        self._out.append(said)
         if first or finish:
             affinity.learn(self.table, request, route)
         if request.check:

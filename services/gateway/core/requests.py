@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from services.gateway.core.fair_queue import ALONE, Share
 from shared.ids import InstanceId, ModelId, RequestId
-from shared.messages.serving import LogitRules, Sampling
+from shared.messages.serving import LogitRules, Pooling, Sampling
 
 
 class State(enum.Enum):
@@ -88,6 +88,8 @@ class Request:
     """See `Submit.image`."""
     score_from: int = 0
     """See `Submit.score_from`. Grows as the prompt is scored, up to the prompt's length."""
+    pooling: Pooling | None = None
+    """See `Submit.pooling`."""
     tokens: list[int] = field(default_factory=list)
     """Tokens generated so far, over all attempts; index i is token i."""
     state: State = State.QUEUED

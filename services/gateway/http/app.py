@@ -13,6 +13,7 @@ from services.gateway.grammars import GrammarChecker
 from services.gateway.health import Health
 from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
+from services.gateway.http.embeddings import Embeddings
 from services.gateway.http.generating import Generating
 from services.gateway.http.messages import Messages
 from services.gateway.http.models import ServedModels
@@ -60,6 +61,7 @@ class Api:
         self._classification = Classification(
             config.max_image_bytes, connections, books, models, frontend, metrics
         )
+        self._embeddings = Embeddings(connections, books, models, prompts, frontend, metrics)
         self._tokens = Tokens(connections, models, prompts)
 
     def drain(self) -> None:
@@ -76,6 +78,7 @@ class Api:
             self._messages,
             self._responses,
             self._classification,
+            self._embeddings,
             self._tokens,
         )
         described = Described((call for room in rooms for call in room.calls()), OPEN)

@@ -38,6 +38,8 @@ FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
+SENTENCE_POOLING, POOLING = "1_Pooling/config.json", "pooling.json"
+"""Where sentence-transformers say how a prompt becomes a vector, and the name that we give it."""
 MAX_FILE = 64 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that older exports wrote beside the weights. They follow from the config.
@@ -239,6 +241,9 @@ def _text_files(path: Path) -> dict[str, bytes]:
         )
     read = {name: _read_json(path / name) for name in files if name.endswith(".json")}
     _check_template(path, files, read.get(TOKENIZER_CONFIG, {}))
+    pooling = path / SENTENCE_POOLING
+    if pooling.is_file():
+        files[POOLING] = msgspec.json.encode(_read_json(pooling))
     return files
 
 

@@ -312,9 +312,7 @@ class Batcher:
     def _passed_on(self, part: Part, hidden: Hidden | None) -> list[Command]:
         if not any(self._alive(part, key) for key in part.keys):
             return []
-        rows = tuple(
-            msgspec.structs.replace(row, tokens=(), image=b"") for row in part.rows
-        )
+        rows = tuple(msgspec.structs.replace(row, tokens=(), image=b"") for row in part.rows)
         message = Forward(part.path, part.stage + 1, part.batch, rows)
         to = part.path.stages[part.stage + 1].address
         return [Send(to, message, hidden, cause=self._handled.cause)]

@@ -206,8 +206,8 @@ class TorchSweep:
         ]
 
     def _sample(self, model: Model, unit: Any) -> None:
-        """Scores, draws and averages for everybody aboard. The head is the last unit, so all parts leave
-        after it."""
+        """Scores, draws and pools for everybody aboard. The head is the last unit, so all parts
+        leave after it."""
         rows = [row for rider in self._aboard for row in rider.rows]
         drawn = drawn_after(model, unit, self._hidden, rows)
         if any(row.score for row in rows):

@@ -163,6 +163,8 @@ class ScriptedNode(Recorder):
         """The index at which it waits for `resume`."""
         self.scored_at_once = 1 << 30
         """Tokens of a prompt in a message."""
+        self.vector: Callable[[Submit], bytes] = lambda submit: b""
+        """The prompt's vector, if it is asked for."""
         self.at_once = 1
         """Tokens in a message, as of a step with accepted ones."""
         self.cached: Callable[[Submit], int] = lambda submit: 0
@@ -218,6 +220,10 @@ class ScriptedNode(Recorder):
         script = [*self.script(submit), EOS_ID]
         tokens: list[Token] = []
         cached = self.cached(submit)
+        if submit.pooling and (vector := self.vector(submit)):
+            done = Token(submit.request, submit.attempt, 0, 0, "length", vector=vector)
+            await self.send(submit, done)
+            return
         for index in range(len(submit.tokens) - submit.prompt_tokens, submit.max_tokens):
             if index == self.pause_at:
                 await self.resume.wait()
@@ -308,10 +314,10 @@ class Cluster(Recorder):
         await self.changed()
 
     async def store_model(
-        self, files: dict[str, bytes] | None = None, name: ModelName = NAME
+        self, files: dict[str, bytes] | None = None, name: ModelName = NAME, **changes: Any
     ) -> ModelRecord:
         objects = await self.bus.objects()
-        config = {"vocab_size": VOCAB, "eos_token_id": EOS_ID}
+        config = {"vocab_size": VOCAB, "eos_token_id": EOS_ID, **changes}
         manifest = Manifest("LlamaForCausalLM", config, 1 << 20, ())
         found = text_files() if files is None else files
         record = ModelRecord(

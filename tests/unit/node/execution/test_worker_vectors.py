@@ -1,5 +1,5 @@
-"""The vectors of prompts, over the real engine: they are transformers' final states, the last one or
-their mean, with the same bits wherever a request runs."""
+"""The vectors of prompts, over the real engine: they are transformers' final states, the last one
+or their mean, with the same bits wherever a request runs."""
 
 import asyncio
 
@@ -130,6 +130,4 @@ async def test_a_request_that_is_preempted_begins_its_vector_again(
         await grows.end()
         assert cut
         assert 16 < cut[0] < len(prompt)
-        np.testing.assert_allclose(
-            vector_of(attempt), expected(model, prompt, pooling), atol=CLOSE
-        )
+        np.testing.assert_allclose(vector_of(attempt), expected(model, prompt, pooling), atol=CLOSE)
