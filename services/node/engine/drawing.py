@@ -1,4 +1,4 @@
-"""The results of rows that pass the head: scores of known tokens, and drawn tokens."""
+"""The results of rows that pass the last norm: scores of known tokens, drawn tokens, vectors."""
 
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -11,7 +11,10 @@ from services.node.engine.base import Draw, Row
 from services.node.engine.model import Model
 from services.node.engine.processors import Processor
 from services.node.engine.sampling import Drawn, sample, score
+from shared.errors import Conflict, ModelError
+from shared.messages.serving import Pooling
 
+NOT_FINITE = ModelError("the model's states are not finite: NaN or infinite")
 SCORED_AT_ONCE = 64
 """Positions scored at a time. Their logits take 32 MiB for 128k tokens; those of a whole step would
 take 256 MiB."""
@@ -66,6 +69,30 @@ def drawn_after(
     return tuple([_accepted(drawn, row.draw) if row.draw else () for row in rows])
 
 
+def pooled(
+    model: Model, unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
+) -> list[tuple[Drawn, ...]]:
+    """The vector of each row that completes one."""
+    found: list[tuple[Drawn, ...]] = []
+    end = 0
+    for row in rows:
+        start, end = end, end + row.count
+        if row.pooling is None:
+            found.append(())
+            continue
+        first = end - 1 if row.pooling is Pooling.LAST else start
+        states = model.network.states(unit, hidden, range(first, end)).float()
+        try:
+            vector = states[-1] if row.pooling is Pooling.LAST else model.sums.add(row, states)
+        except Conflict as error:
+            found.append((Drawn(None, error=error),))
+            continue
+        if row.pooling is Pooling.MEAN:
+            vector = (vector / row.limit).float()
+        found.append((_finite(vector),) if row.gives_vector else ())
+    return found
+
+
 def _accepted(drawn: Iterator[Drawn], draw: Draw) -> tuple[Drawn, ...]:
     """Takes what was drawn for a row: the tokens up to the first that fails, or that failure alone
     if it comes first. A failure after tokens is left to the next step."""
@@ -74,3 +101,9 @@ def _accepted(drawn: Iterator[Drawn], draw: Draw) -> tuple[Drawn, ...]:
         return (first,)
     rest = list(islice(drawn, len(draw.proposed)))
     return (first, *(one for one in rest if one.token is not None))
+
+
+def _finite(vector: torch.Tensor) -> Drawn:
+    if not bool(vector.isfinite().all()):
+        return Drawn(None, error=NOT_FINITE)
+    return Drawn(None, vector=vector.cpu().numpy().astype("<f4").tobytes())

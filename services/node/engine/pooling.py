@@ -5,21 +5,12 @@ beside the sequence's KV. It is added up in float64, one position after the othe
 `cumsum` does on a CPU), so a vector has the same bits however its prompt was cut.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable
 
 import torch
 
 from services.node.engine.base import Row, SequenceKey
-from services.node.engine.sampling import Drawn
-from shared.errors import Conflict, ModelError
-from shared.messages.serving import Pooling
-
-if TYPE_CHECKING:
-    from services.node.engine.model import Model
-
-
-NOT_FINITE = ModelError("the model's states are not finite: NaN or infinite")
+from shared.errors import Conflict
 
 
 class Sums:
@@ -42,33 +33,3 @@ class Sums:
     def free(self, sequences: Iterable[SequenceKey]) -> None:
         for sequence in sequences:
             self._of.pop(sequence, None)
-
-
-def pooled(
-    model: "Model", unit: Any, hidden: torch.Tensor, rows: Sequence[Row]
-) -> list[tuple[Drawn, ...]]:
-    """The vector of each row that completes one."""
-    found: list[tuple[Drawn, ...]] = []
-    end = 0
-    for row in rows:
-        start, end = end, end + row.count
-        if row.pooling is None:
-            found.append(())
-            continue
-        first = end - 1 if row.pooling is Pooling.LAST else start
-        states = model.network.states(unit, hidden, range(first, end)).float()
-        try:
-            vector = states[-1] if row.pooling is Pooling.LAST else model.sums.add(row, states)
-        except Conflict as error:
-            found.append((Drawn(None, error=error),))
-            continue
-        if row.pooling is Pooling.MEAN:
-            vector = (vector / row.limit).float()
-        found.append((_finite(vector),) if row.gives_vector else ())
-    return found
-
-
-def _finite(vector: torch.Tensor) -> Drawn:
-    if not bool(vector.isfinite().all()):
-        return Drawn(None, error=NOT_FINITE)
-    return Drawn(None, vector=vector.cpu().numpy().astype("<f4").tobytes())

@@ -22,11 +22,10 @@ from services.node.engine.base import (
     StagePart,
 )
 from services.node.engine.copies import to_host
-from services.node.engine.drawing import drawn_after, scored
+from services.node.engine.drawing import drawn_after, pooled, scored
 from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.model import Model, Step
 from services.node.engine.part_checks import check_part, checked_hidden
-from services.node.engine.pooling import pooled
 from services.node.engine.sampling import Drawn
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
