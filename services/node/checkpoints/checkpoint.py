@@ -40,6 +40,8 @@ FILES = (
 )
 SENTENCE_POOLING, POOLING = "1_Pooling/config.json", "pooling.json"
 """Where sentence-transformers say how a prompt becomes a vector, and the name that we give it."""
+BARE = "embed_tokens.weight"
+"""A tensor that whole models have in `model.`."""
 MAX_FILE = 64 << 20
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt")
 # Buffers that older exports wrote beside the weights. They follow from the config.
@@ -74,7 +76,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
         raw_config[IN_CONFIG] = _read_json(path / PREPROCESSOR)
     _check_encodable(path / "config.json", raw_config)
     config = read_config(raw_config)
-    stored = _stored(path, config, _weights(path))
+    stored = _stored(path, config, _named(_weights(path)))
     units = tuple(
         tuple(
             UnitTensor(name, stored[name][0].dtype, shape)
@@ -146,6 +148,14 @@ def _weights(path: Path) -> dict[str, StoredTensor]:
             f"would run code; save the model with safetensors"
         )
     raise CorruptCheckpoint(f"{path}: there is neither {SINGLE} nor {INDEX}")
+
+
+def _named(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
+    """Tensors by the names that a whole model has for them. Models that were trained for vectors
+    are often saved without their head, and without the names' first part."""
+    if BARE not in found:
+        return found
+    return {name if name == HEAD else f"model.{name}": tensor for name, tensor in found.items()}
 
 
 def _sharded(path: Path) -> dict[str, StoredTensor]:

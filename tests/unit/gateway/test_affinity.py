@@ -11,6 +11,7 @@ from services.gateway.core.requests import Request
 from services.gateway.core.routing import choose
 from services.gateway.core.table import Table
 from shared.messages.instances import InstanceState
+from shared.messages.serving import Pooling
 from tests.unit.gateway.dispatch.builders import MODEL, Driver, sent
 from tests.unit.gateway.support import path, replica
 from tests.unit.gateway.test_routing import instance_set, request, table_of
@@ -133,13 +134,16 @@ def test_paths_keep_no_prefix() -> None:
     assert preferred(table, asking(session="s")) is None
 
 
-def test_images_and_scored_prompts_have_no_prefix() -> None:
+def test_images_and_scored_or_averaged_prompts_have_no_prefix() -> None:
     table = table_of((replica(1), 0, 0), (replica(2), 0, 0))
     known_on(table, 1)
-    scored, image = asking(), asking()
+    scored, image, mean, last = asking(), asking(), asking(), asking()
     scored.score_from, image.image = 1, b"pixels"
+    mean.pooling, last.pooling = Pooling.MEAN, Pooling.LAST
     assert preferred(table, scored) is None
     assert preferred(table, image) is None
+    assert preferred(table, mean) is None
+    assert preferred(table, last) is not None
 
 
 # --- in the dispatch core --------------------------------------------------------

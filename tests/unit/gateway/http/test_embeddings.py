@@ -9,10 +9,11 @@ import pytest
 
 from services.gateway import embedding
 from services.gateway.http import embeddings
+from shared.config import GatewayConfig
 from shared.ids import ModelName
 from shared.messages.serving import Pooling, Submit
 from tests.unit.gateway.http.builders import post
-from tests.unit.gateway.support import NAME, Cluster, ids_of, replica, text_files
+from tests.unit.gateway.support import NAME, Cluster, ids_of, replica, running, text_files
 
 VECTORS, OTHER = ModelName("vectors"), ModelName("other")
 ASK = {"model": VECTORS, "input": "hello"}
@@ -186,14 +187,21 @@ async def test_what_does_not_fit_is_refused_by_name(
     assert (status, answer["error"]["param"]) == (400, param)
 
 
-async def test_a_node_that_gives_no_vectors_is_not_believed(
-    cluster: Cluster, http: aiohttp.ClientSession
-) -> None:
+async def test_a_node_that_gives_no_vectors_is_not_believed() -> None:
     """One of the release before takes the request for one that generates."""
-    cluster.nodes[2].vector = lambda submit: b""
-    status, answer = await post(http, ASK, "embeddings")
-    assert status == 500
-    assert "release before" in answer["error"]["message"]
+    async with (
+        running(replica(1), config=GatewayConfig(max_attempts=1)) as cluster,
+        aiohttp.ClientSession(cluster.service.url) as http,
+    ):
+        await serve(cluster)
+        cluster.nodes[2].vector = lambda submit: b""
+        status, answer = await post(http, ASK, "embeddings")
+        assert status == 500
+        assert "release before" in answer["error"]["message"]
+        assert len(cluster.nodes[2].submits) == 2
+        cluster.nodes[2].vector = vector_of
+        status, _ = await post(http, ASK, "embeddings")
+        assert status == 200  # the instance is not to blame
 
 
 async def test_a_vector_of_another_size_is_refused(

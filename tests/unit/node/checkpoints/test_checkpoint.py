@@ -68,6 +68,32 @@ def test_a_separate_chat_template_comes_along(own: Path) -> None:
     assert open_checkpoint(own).files["chat_template.jinja"] == b"{{ messages }}"
 
 
+def test_what_sentence_transformers_say_of_pooling_comes_along(own: Path) -> None:
+    (own / "1_Pooling").mkdir()
+    (own / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    assert open_checkpoint(own).files["pooling.json"] == b'{"pooling_mode_mean_tokens":true}'
+    (own / "1_Pooling" / "config.json").write_text("[]")
+    refusal(own, CorruptCheckpoint, "1_Pooling/config.json")
+
+
+def test_names_without_their_first_part(own: Path) -> None:
+    """As Qwen3-Embedding has them, without a head."""
+    whole = open_checkpoint(own)
+
+    def strip(tensors: Tensors) -> None:
+        for name in list(tensors):
+            tensors[name.removeprefix("model.")] = tensors.pop(name)
+
+    edit_weights(own, strip)
+    bare = open_checkpoint(own)
+    assert bare.units == whole.units
+    assert bare.stored.keys() == whole.stored.keys()
+    edit_weights(own, lambda tensors: tensors.pop("lm_head.weight"))
+    refusal(own, MissingTensor, "lm_head.weight")
+    edit_json(own / "config.json", tie_word_embeddings=True)
+    assert len(open_checkpoint(own).units) == len(whole.units)
+
+
 def test_config_generations_agree(own: Path, tmp_path: Path) -> None:
     spec = replace(TINY, rope_scaling=LLAMA3_ROPE, dtype=torch.bfloat16)
     make_checkpoint(tmp_path / "new", spec)

@@ -21,7 +21,7 @@ from services.node.core.rows import Context, Draw, Row, Score
 from services.node.execution import activations
 from shared.errors import ProtocolViolation
 from shared.ids import ModelId
-from shared.messages.serving import LogitRules, Logprobs, Sampling
+from shared.messages.serving import LogitRules, Logprobs, Pooling, Sampling
 from tests.support.malformed import well_framed
 from tests.support.submits import THREE
 
@@ -92,6 +92,7 @@ def test_a_payload_that_cannot_be_written_to_is_copied() -> None:
         Admit(Path(ModelId("m"), THREE), 2, "r1#1", 7, 300),
         Admitted(2, "r1#1"),
         Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
+        Sampled(5, (("r1#1", ()),), vectors={"r1#1": b"1234"}),
         Sampled(5, (("r2#4", (99,)),), {"r2#4": (Logprobs(-0.5, ((99, -0.5), (3, -1.25))),)}),
         Free(("r1#1", "r2#4")),
         Failed(("r1#1",), "capacity", "no room"),
@@ -127,6 +128,11 @@ def with_row(*, position: int = 0, count: int = 3) -> Forward:
 
 
 PROPOSING = Draw(1, Sampling(), proposed=(7,))
+
+
+def test_how_a_row_is_pooled_arrives() -> None:
+    message = changed(rows=(replace(ROWS[0], pooling=Pooling.MEAN), ROWS[1]))
+    assert over_the_wire(message, HIDDEN)[0] == message
 
 
 def test_proposed_tokens_arrive() -> None:
@@ -206,6 +212,7 @@ GAP = msgspec.structs.replace(PATH, stages=(PATH.stages[0], PATH.stages[2]))
         (with_rules(LogitRules(logit_bias=((-1, 1.0),))), HIDDEN),
         (with_rules(LogitRules(min_tokens=-1)), HIDDEN),
         (changed(rows=(ROWS[0], replace(ROWS[1], draw=PROPOSING))), HIDDEN),
+        (changed(rows=(ROWS[0], replace(ROWS[1], pooling=Pooling.LAST))), HIDDEN),
         (with_row(count=0), HIDDEN[:1]),
         (with_row(count=-3), HIDDEN),
         (with_row(position=-1), HIDDEN),
@@ -233,6 +240,7 @@ def test_what_does_not_fit_is_refused(message: Forward, hidden: torch.Tensor | N
         Sampled(5, (("r1#1", (-1,)),)),
         Sampled(5, (("r1#1", (2**31,)),)),
         Sampled(5, (("r1#1", ()),), {"r2#4": ()}),
+        Sampled(5, (("r1#1", ()),), vectors={"r2#4": b"1234"}),
         Sampled(5, (("r1#1", (1,)),), {"r1#1": (Logprobs(float("nan"), ()),)}),
         Sampled(5, (("r1#1", (1,)),), {"r1#1": (Logprobs(-1.0, ((-1, -1.0),)),)}),
         Free(("",)),
