@@ -26,8 +26,8 @@ MAX_INPUTS = 2048
 """Of a call, as of OpenAI's."""
 MAX_TOKENS = 1 << 20
 """Of all inputs of a call."""
-MAX_NUMBERS = 1 << 23
-"""Of all vectors of an answer: 32 MiB."""
+MAX_NUMBERS = 1 << 22
+"""Of all vectors of an answer. As `float` they take 80 MB of JSON."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

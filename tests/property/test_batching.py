@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import msgspec
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -36,6 +37,7 @@ from shared.messages.serving import (
     Cancel,
     LogitRules,
     Logprobs,
+    Pooling,
     Sampling,
     Scores,
     Submit,
@@ -77,6 +79,8 @@ class CheckedEngine:
     """key -> (positions that stay, positions run, limit)"""
     made: set[str] = field(default_factory=set)
     preempted: int = 0
+    averaged: dict[str, int] = field(default_factory=dict)
+    """How many positions of each sequence."""
 
     @property
     def kv_used(self) -> int:
@@ -94,7 +98,7 @@ class CheckedEngine:
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         """Now and then something is cached."""
         assert key not in self.made, "KV made twice"
-        found = (len(tokens) - 1) // PAGE * PAGE if (len(tokens) + len(self.made)) % 3 else 0
+        found = max(len(tokens) - 1, 0) // PAGE * PAGE if (len(tokens) + len(self.made)) % 3 else 0
         if found:
             self.made.add(key)
             self.kv[key] = (found, found, limit)
@@ -127,6 +131,17 @@ class CheckedEngine:
         part = part.without(set(part.keys) - set(self.kv))
         drawn = [_drawn(row) for row in part.rows]
         return part, drawn if part.stop == BLOCKS else [()] * len(part.rows)
+
+    def vectors(self, part: Part) -> dict[SequenceKey, bytes]:
+        """As if a vector said how many positions it is made of."""
+        found = {}
+        for row in part.rows if part.stop == BLOCKS else ():
+            if row.pooling is Pooling.MEAN:
+                assert row.position == self.averaged.get(row.sequence, 0)
+                self.averaged[row.sequence] = row.position + row.count
+            if row.gives_vector:
+                found[row.sequence] = b"%d" % self.averaged.get(row.sequence, 1)
+        return found
 
 
 def scored(part: Part) -> dict[SequenceKey, tuple[Logprobs, ...]]:
@@ -283,7 +298,8 @@ class Network:
         for part in left:
             part, drawn = node.engine.finish(part)
             if part.rows:
-                self.do(name, node.batcher.ran(part, drawn, None, scored(part)))
+                vectors = node.engine.vectors(part)
+                self.do(name, node.batcher.ran(part, drawn, None, scored(part), vectors))
         if not sweep.parts:
             node.sweep = None
 
@@ -355,6 +371,11 @@ class Network:
             assert [one.drawn for one in what.logprobs] == [first - 1 + i for i in range(count)]
             assert 0 < count <= -what.index
             self.next_index[key] += count
+            return
+        if message.pooling:
+            count = message.prompt_tokens if message.pooling is Pooling.MEAN else 1
+            assert (what.vector, what.finish) == (b"%d" % count, "length")
+            del self.open[key]
             return
         assert what.token == token_after(message.prompt_tokens + what.index - 1, limit_of(message))
         self.next_index[key] += 1
@@ -449,6 +470,17 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         rules=draw.draw(st.sampled_from([None, None, LogitRules(grammar="g")])),
         score_from=score_from,
     )
+    if draw.draw(st.integers(0, 4)) == 0:
+        last[request] = msgspec.structs.replace(
+            last[request],
+            tokens=tuple(range(prompt)),
+            max_tokens=1,
+            stop_ids=(),
+            sampling=Sampling(),
+            rules=None,
+            score_from=0,
+            pooling=draw.draw(st.sampled_from(Pooling)),
+        )
     return last[request]
 
 
