@@ -187,6 +187,17 @@ async def test_what_does_not_fit_is_refused_by_name(
     assert (status, answer["error"]["param"]) == (400, param)
 
 
+@pytest.mark.parametrize(("limit", "most"), [("MAX_NUMBERS", 4), ("MAX_TOKENS", 1)])
+async def test_an_answer_has_its_limits(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, limit: str, most: int
+) -> None:
+    monkeypatch.setattr(embedding, limit, most)
+    status, _ = await post(http, {**ASK, "input": [[5]]}, "embeddings")
+    assert status == 200
+    status, answer = await post(http, {**ASK, "input": [[5], [6]]}, "embeddings")
+    assert (status, answer["error"]["param"]) == (400, "input")
+
+
 async def test_a_node_that_gives_no_vectors_is_not_believed() -> None:
     """One of the release before takes the request for one that generates."""
     async with (
