@@ -431,11 +431,11 @@ async def running(
 ) -> AsyncIterator[Cluster]:
     """A gateway that knows one model with these instances.
 
-    `buses`: two that are not open yet, for the others and for the gateway; on one in memory if
-    none are given.
+    Replicas are not checked, since checks are requests. `buses`: two that are not open yet, for
+    the others and for the gateway; on one in memory if none are given.
     """
     broker = MemoryBroker()
-    settings = msgspec.structs.replace(config or GatewayConfig(), port=0)
+    settings = msgspec.structs.replace(config or GatewayConfig(), port=0, check_s=0)
     others, own = buses or (MemoryBus(broker, "others"), MemoryBus(broker, "gateway"))
     async with others, own:
         service = GatewayService(own, settings)

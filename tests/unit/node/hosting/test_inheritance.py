@@ -143,6 +143,7 @@ async def test_a_copy_in_the_host_cache_is_right_or_gone(up: Nodes, keeper: Kept
 
 
 async def test_what_is_released_is_forgotten(up: Nodes, keeper: KeptHere) -> None:
+    up.stored("a").rename(up.stored("a").with_name("away"))  # from there a host copy would come
     await up.release("a")
     assert keeper.table.spaces == []
     assert await next_process(up, keeper) == {}
