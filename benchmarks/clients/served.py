@@ -7,11 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
 
 from benchmarks.clients.teaching import teach
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import CheckpointSpec, make_checkpoint
-from services.local.demo_tokenizer import EOS, SPECIAL_TOKENS
+from services.local.demo_tokenizer import EOS
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from services.node.checkpoints.config import HEAD
@@ -27,9 +28,9 @@ SPEC = CheckpointSpec(
 form can be judged."""
 
 
-END_SCALE = 60.0
-"""How much longer the head's row for the end of a text is made. Then a text ends after some tens of
-tokens; without that, random weights hardly ever end one."""
+LOUDER_END, LOUDER_QUOTE = 60.0, 4.0
+"""How much longer the head's rows are made for the end of a text, and for tokens that end a string
+of JSON. Then both come soon; without that, random weights hardly ever end one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,5 +68,10 @@ async def served(nodes: int, lessons: Path | None = None) -> AsyncIterator[Serve
 def _let_texts_end(checkpoint: Path) -> None:
     (file,) = checkpoint.glob("*.safetensors")
     weights = load_file(file)
-    weights[HEAD][SPECIAL_TOKENS.index(EOS)] *= END_SCALE
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    for token, index in tokenizer.get_vocab().items():
+        if token == EOS:
+            weights[HEAD][index] *= LOUDER_END
+        elif token.startswith('"'):
+            weights[HEAD][index] *= LOUDER_QUOTE
     save_file(weights, file)

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 COMPLY = "{bin}/llm-comply --api-key any --model {model} --timeout 120"
-SYNTHETIC = "prompt_tokens=64,output_tokens=32"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,48 +54,47 @@ SUITES: Mapping[str, Suite] = {
         "shapes of chats",
         ("llm-comply==0.5.0",),
         f"{COMPLY} --base-url {{url}}/v1 --format openai-chat",
+        lessons="shapes.json",
     ),
     "llm-comply-responses": Suite(
         "shapes of responses",
         ("llm-comply==0.5.0",),
         f"{COMPLY} --base-url {{url}}/v1 --format open-responses",
+        lessons="shapes.json",
     ),
     "llm-comply-messages": Suite(
         "shapes of messages",
         ("llm-comply==0.5.0",),
         f"{COMPLY} --base-url {{url}}/v1 --format anthropic",
+        lessons="shapes.json",
     ),
     "compatcanary": Suite(
         "compatibility with OpenAI's API",
         (),
         "npx --yes compatcanary@0.2.2 scan --base-url {url}/v1 --model {model} --profile modern",
+        lessons="shapes.json",
     ),
     "guidellm": Suite(
         "load: guidellm",
         ("guidellm==0.8.1",),
-        "{bin}/guidellm benchmark --target {url} --model {model} --processor {checkpoint} "
-        f"--data {SYNTHETIC} --rate-type concurrent --rate 4 --max-requests 40 "
-        "--output-path {out}/guidellm.json",
+        "{bin}/guidellm run --backend kind=openai_http,target={url},model={model} "
+        "--profile kind=concurrent,streams=4 --constraint kind=max_requests,count=40 "
+        "--data kind=synthetic_text,prompt_tokens=64,output_tokens=32 "
+        "--tokenizer kind=hf_auto,model={checkpoint} --output kind=console --disable-progress",
     ),
     "aiperf": Suite(
         "load: aiperf",
         ("aiperf==0.13.0",),
         "{bin}/aiperf profile --url {url} --model {model} --tokenizer {checkpoint} "
         "--endpoint-type chat --streaming --concurrency 4 --request-count 40 "
-        "--synthetic-input-tokens-mean 64 --output-tokens-mean 32 --artifact-dir {out} "
+        "--synthetic-input-tokens-mean 64 --output-tokens-mean 32 --output-artifact-dir {out} "
         "--ui-type none",
     ),
     "lm-eval": Suite(
-        "evaluation: lm-evaluation-harness, on a task of ours that needs no download",
-        ("lm-eval[api]==0.4.13",),
-        "{bin}/lm_eval --model local-completions --include_path {here}/tasks "
+        "evaluation: lm-evaluation-harness, with tasks of ours that need no download",
+        ("lm-eval[api]==0.4.13", "transformers==5.23.0"),
+        "sh -c 'cd {here}/tasks && exec {bin}/lm_eval --model local-completions --include_path . "
         "--tasks lambdascale_choice,lambdascale_answer --model_args "
-        "model={model},base_url={url}/v1/completions,tokenizer={checkpoint},num_concurrent=4",
-    ),
-    "schemathesis": Suite(
-        "requests made from /openapi.json, right and wrong ones",
-        ("schemathesis==4.32.5",),
-        "{bin}/schemathesis run {url}/openapi.json --max-examples 20 --seed 1 --no-color "
-        "--request-timeout 60",
+        "model={model},base_url={url}/v1/completions,tokenizer={checkpoint},num_concurrent=4'",
     ),
 }

@@ -141,6 +141,7 @@ class Generation:
             parent=self._trace,
             attributes={
                 "model": self.record.name,
+                "call": requests[0].call,
                 "requests": " ".join(request.id for request in requests),
                 "prompt_tokens": self.prompt_tokens,
                 "completion_tokens": self.generated,

@@ -24,10 +24,15 @@ class ThinkingContent(_Tagged, tag="thinking"):
     signature: str = ""
 
 
+class DirectCaller(msgspec.Struct, frozen=True, tag_field="type", tag="direct"):
+    pass
+
+
 class ToolUseContent(_Tagged, tag="tool_use"):
     id: str
     name: str
     input: dict[str, Any]
+    caller: DirectCaller = DirectCaller()
 
 
 Content = TextContent | ThinkingContent | ToolUseContent
