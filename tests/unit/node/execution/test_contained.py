@@ -96,11 +96,13 @@ def failures(rig: Rig) -> list[tuple[str, str]]:
 
 
 def for_us(message: StageMessage) -> StageMessage:
-    """Often over a path on which this node comes second, about sequences that it may know."""
+    """Often over a path on which this node comes second, about sequences that it may know. None is
+    on trial: it would keep others out until it ends, as it should."""
     if isinstance(message, Forward) and message.batch % 2:
         return msgspec.structs.replace(message, path=FROM_C, stage=1)
-    if isinstance(message, Admit) and message.stage:
-        return msgspec.structs.replace(message, path=FROM_C)
+    if isinstance(message, Admit):
+        path = FROM_C if message.stage else message.path
+        return msgspec.structs.replace(message, path=path, alone_until=0)
     return message
 
 
