@@ -10,7 +10,7 @@ import msgspec
 
 from services.gateway.asked import model_defaults
 from services.gateway.embeds import POOLING_CONFIG, Embeds, embeds_of
-from services.gateway.replies.reading import THOUGHT
+from services.gateway.replies.form import THOUGHT
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
 from shared.chat_template import CHAT_TEMPLATE, template_source

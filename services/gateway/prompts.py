@@ -10,7 +10,7 @@ from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.history import Dialogue
 from services.gateway.rendering import ChatRenderer
-from services.gateway.replies.reading import Form
+from services.gateway.replies.form import Form
 from shared.confined.pool import ConfinedPool
 from shared.errors import BadInput
 from shared.messages.pool import ModelRecord

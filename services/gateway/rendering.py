@@ -17,7 +17,7 @@ from services.gateway.core import admission
 from services.gateway.history import Dialogue
 from services.gateway.quoting import Unquoted
 from services.gateway.replies.dialects import SHORT_ID, Dialect, dialect_of
-from services.gateway.replies.reading import THINK, THOUGHT, Form
+from services.gateway.replies.form import THINK, THOUGHT, Form
 from shared.chat_template import developer_role
 from shared.confined.jobs import Job, Learn, Refused, Render, Template
 from shared.confined.pool import ConfinedPool

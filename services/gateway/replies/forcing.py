@@ -12,7 +12,7 @@ import msgspec
 
 from services.gateway.bodies import FunctionTool
 from services.gateway.replies.dialects import Dialect
-from services.gateway.replies.reading import THINK, THOUGHT, Form
+from services.gateway.replies.form import THINK, THOUGHT, Form
 from services.gateway.replies.tags import is_text
 from services.gateway.replies.tools import ToolUse
 from shared import grammar

@@ -15,76 +15,16 @@ as they are generated. Otherwise a call comes out when it is complete, and what 
 a call of a known tool is content.
 """
 
-import re
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable
 
 import msgspec
 
-from services.gateway.replies.dialects import PYTHON_TAG, Dialect
+from services.gateway.replies.dialects import PYTHON_TAG
+from services.gateway.replies.form import THINK, THOUGHT, Form
+from services.gateway.replies.json_calls import HEAD, json_call
 from services.gateway.replies.parts import Argued, Called, Part, Said, Thought
 from services.gateway.replies.scanning import ObjectScan
 from services.gateway.replies.tags import FUNCTION_END, tagged_call
-
-THINK, THOUGHT = "<think>", "</think>"
-_HEAD = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\S)'
-)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Form:
-    """What a reply may consist of, beside content."""
-
-    thinks: bool = False
-    """Whether it may begin with thoughts."""
-    thinking: bool = False
-    """Whether the prompt ends within thoughts."""
-    dialect: Dialect | None = None
-    """How calls are written; None: there are none."""
-    tools: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The JSON schema of each tool's parameters."""
-    several: bool = True
-    """Whether there may be several calls."""
-    special: bool = False
-    """Whether the opening of calls is a special token."""
-    calling: bool = False
-    """Whether the prompt ends with the opening of calls."""
-    sure: bool = False
-    """Whether the text keeps to a grammar of calls."""
-
-    @property
-    def plain(self) -> bool:
-        """Whether all of it is content."""
-        return not (self.thinks or self.thinking) and self.dialect is None
-
-    @property
-    def markers(self) -> tuple[str, ...]:
-        """What tells the parts apart. Some tokenizers have special tokens for it."""
-        tags = (THINK, THOUGHT) if self.thinks or self.thinking else ()
-        if self.dialect is None:
-            return tags
-        own = (self.dialect.opening, self.dialect.closing)
-        return (*tags, *own) if self.dialect.opening else (*tags, PYTHON_TAG)
-
-    def call_id(self, digest: bytes) -> str:
-        assert self.dialect is not None
-        return self.dialect.call_id(digest)
-
-
-_NONE = msgspec.Raw()
-
-
-class _JsonCall(msgspec.Struct):
-    name: str
-    arguments: msgspec.Raw = _NONE
-    parameters: msgspec.Raw = _NONE
-
-    @property
-    def json(self) -> str:
-        """Of the arguments."""
-        return (bytes(self.arguments) or bytes(self.parameters) or b"{}").decode()
 
 
 class ReplyReader:
@@ -221,7 +161,7 @@ class ReplyReader:
 
     def _heading(self, last: bool) -> bool:
         """A sure call, up to its arguments."""
-        found = _HEAD.match(self._text, self._at)
+        found = HEAD.match(self._text, self._at)
         if found is None:
             return self._no_call(len(self._text)) if last else False
         self._call(msgspec.json.decode(found[1], type=str))
@@ -253,7 +193,7 @@ class ReplyReader:
         begin, end = self._at, self._scan.scan(self._text, self._seen or self._at)
         if self._scan.ended:
             self._seen = 0
-            call = self._known(self._text[begin:end])
+            call = json_call(self._text[begin:end], self._form.tools)
             if call is None:
                 return self._no_call(end)
             self._called(call.name, call.json, end)
@@ -296,14 +236,6 @@ class ReplyReader:
         if not (self._dialect.opening and self._form.several):
             self._dialect = None
         return True
-
-    def _known(self, text: str) -> _JsonCall | None:
-        """The call; None if it is none of a known tool."""
-        try:
-            call = msgspec.json.decode(text, type=_JsonCall)
-        except (msgspec.DecodeError, UnicodeError, RecursionError):
-            return None
-        return call if call.name in self._form.tools and call.json.startswith("{") else None
 
     def _called(self, name: str, arguments: str, end: int) -> None:
         """A complete call, which ends at this place of the text."""

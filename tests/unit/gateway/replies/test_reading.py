@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from services.gateway.replies.dialects import HERMES, LLAMA, MISTRAL, QWEN_CODER, Dialect
 from services.gateway.replies.parts import Argued, Called, Part, Reply, Said, Thought
-from services.gateway.replies.reading import Form, ReplyReader
+from services.gateway.replies.form import Form
+from services.gateway.replies.reading import ReplyReader
 
 TOOLS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
