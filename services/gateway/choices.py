@@ -12,8 +12,8 @@ from services.gateway.catalog import Lingo
 from services.gateway.core import admission
 from services.gateway.core.requests import Request
 from services.gateway.prompts import Read
-from services.gateway.replies.parts import Part, Said
 from services.gateway.replies.form import Form
+from services.gateway.replies.parts import Part, Said
 from services.gateway.replies.reading import ReplyReader
 from services.gateway.text import DecodeStream, Stops, StopStrings, TextCodec, TextStream
 from shared.clock import now

@@ -104,7 +104,7 @@ class Dispatch:
         model = self._models.get(requests[0].model_id)
         if model is None or not model.listed:
             raise NotFound(f"model {requests[0].model_id} is not served here")
-        model.check_in_time(requests, now)
+        model.turns.check_in_time(requests, now)
         self._begin(requests[0].call or requests[0].id, now)
         model.make_room(requests, now)
         for request in requests:
@@ -116,12 +116,12 @@ class Dispatch:
     def coming(self, model_id: ModelId, now: float) -> tuple[Coming | None, bool]:
         """What the model's scaling event brings, and whether an instance serves already."""
         model = self._models.get(model_id)
-        return (model.coming(now), model.table.slots > 0) if model else (None, False)
+        return (model.turns.coming(now), model.table.slots > 0) if model else (None, False)
 
     def pressing(self, model_id: ModelId) -> bool:
         """Whether the model's load should be reported at once."""
         model = self._models.get(model_id)
-        return model is not None and model.pressing
+        return model is not None and model.demand.pressing
 
     def finish(self, request_id: RequestId, now: float) -> list[Command]:
         """Ends a request whose text met a stop string. Its attempt is withdrawn."""
@@ -259,7 +259,7 @@ class Dispatch:
 
     def loads(self, zero_ns: int) -> tuple[ModelLoad, ...]:
         """`zero_ns`: what the wall clock showed at time 0."""
-        return tuple(model.load(zero_ns) for model in self._models.values() if model.listed)
+        return tuple(model.demand.load(zero_ns) for model in self._models.values() if model.listed)
 
     @property
     def served(self) -> int:

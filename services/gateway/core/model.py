@@ -7,26 +7,24 @@ of them refused it. Whenever a slot may have come free, requests on moving insta
 and then the queue.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from itertools import chain
-
-import msgspec
+from collections.abc import Collection, Mapping, Sequence
 
 from services.gateway.core import admission, affinity, routing, streams
 from services.gateway.core.attempts import Attempts
 from services.gateway.core.breaker import State as Health
-from services.gateway.core.breaker import pause
 from services.gateway.core.breakers import Breakers
 from services.gateway.core.checks import Checks
-from services.gateway.core.commands import Emit, Resumed, Scored, Served
+from services.gateway.core.commands import Emit, Scored, Served
+from services.gateway.core.demand import Demand
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.moves import Moves
-from services.gateway.core.pace import Pace
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routes import Route
+from services.gateway.core.setbacks import Setbacks, shun
 from services.gateway.core.suspects import Suspects
 from services.gateway.core.table import Table
+from services.gateway.core.turns import Turns
 from shared.errors import (
     BadInput,
     CapacityExceeded,
@@ -37,8 +35,7 @@ from shared.errors import (
     StaleEpoch,
 )
 from shared.ids import InstanceId, ModelId, ModelName, NodeId
-from shared.messages.instances import Coming, InstanceSet
-from shared.messages.load import ModelLoad
+from shared.messages.instances import InstanceSet
 from shared.messages.serving import Scores, Token
 
 REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
@@ -49,8 +46,6 @@ NO_FAULT = (BadInput, NotReady)
 """Errors that say nothing about the instance."""
 KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
-STALE_S = 5.0
-"""A planner that has said nothing for so long is gone, and what it expected is not told on."""
 NO_VECTOR = "the node gives no vectors yet: it is of the release before"
 SILENCE_S = 2.0
 """After this long without a token, an attempt's leader is asked for the first time whether it goes
@@ -67,21 +62,16 @@ class Model:
         """Whether its replicas can be checked."""
         self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
         self.queue: FairQueue[Request] = FairQueue()
-        self.asked_requests = self.asked_tokens = 0
-        """Requests that were submitted so far, and tokens of their prompts."""
-        self._coming: Coming | None = None
-        self._coming_at = 0.0
-        """When that was so."""
-        self._reported = 0
-        """How many requests waited when the load was last reported."""
-        self._pace = Pace()
+        self.turns = Turns(self.table, self.queue, rules)
+        self.demand = Demand(name, self.table, self.queue)
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, self.queue, ledger)
         self._breakers = Breakers(name, self.table, ledger)
         self._checks = Checks(name, model_id, self.table, self._attempts, ledger, rules.check_s)
-        self._suspects = Suspects(self.table, self._attempts, ledger, self._requeue)
+        self._setbacks = Setbacks(name, self.queue, self._attempts, self._checks, ledger, rules)
+        self._suspects = Suspects(self.table, self._attempts, ledger, self._setbacks.requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger)
 
     @property
@@ -93,8 +83,7 @@ class Model:
 
     def ask(self, request: Request) -> None:
         """Takes in a new request."""
-        self.asked_requests += 1
-        self.asked_tokens += len(request.prompt)
+        self.demand.ask(request)
         self.queue.add(request, request.share, request.work)
 
     def make_room(self, requests: Sequence[Request], now: float) -> None:
@@ -106,18 +95,18 @@ class Model:
             return
         gone = self.queue.make_room(share, len(requests), excess)
         if gone is None:
-            raise admission.full(len(self.queue), limit, self.turn_s(now))
+            raise admission.full(len(self.queue), limit, self.turns.turn_s(now))
         for request in gone:
-            self._drop(request, admission.full(len(self.queue), limit, self.turn_s(now)))
+            self._drop(request, admission.full(len(self.queue), limit, self.turns.turn_s(now)))
 
     def apply(self, new: InstanceSet, now: float) -> None:
         """Takes in a set. An instance on which requests run leaves the set of the same planner only
         if a node of it fails. Another planner may name instances otherwise."""
         same_planner = new.epoch == self.table.version[0]
-        give_back = self._suspects.break_off if same_planner else self._give_back
+        give_back = self._suspects.break_off if same_planner else self._setbacks.give_back
         give_back(self.table.apply(new), "left the set", now)
         if self.table.version == (new.epoch, new.revision):
-            self._coming, self._coming_at = new.coming, now
+            self.turns.hear(new.coming, now)
         self._moves.tell(self._moves.begin(now), new.trace)
         self.dispatch(now)
 
@@ -129,7 +118,7 @@ class Model:
     def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
         gone, why = self.table.drop_node(node), f"node {node} is gone"
         if graceful:
-            self._give_back(gone, why, now)
+            self._setbacks.give_back(gone, why, now)
         else:
             for route in gone:
                 for request in route.runs():
@@ -140,7 +129,7 @@ class Model:
     def begin_again(self, why: str, now: float) -> None:
         """Ends every attempt. The requests go back to the queue, and to instances as those take
         them."""
-        self._give_back(self.table.routes.values(), why, now)
+        self._setbacks.give_back(self.table.routes.values(), why, now)
         self.dispatch(now)
 
     def score(self, request: Request, scores: Scores, now: float) -> None:
@@ -161,7 +150,7 @@ class Model:
             # No fault of the instance, which may go on with text.
             request.failures += 1
             route = self._attempts.route_of(request, token.attempt)
-            self._over(request, token.attempt, route, "refused", NO_VECTOR, now)
+            self._setbacks.over(request, token.attempt, route, "refused", NO_VECTOR, now)
             return True
         if token.attempt != request.attempt:
             self.taken(request, now)
@@ -199,7 +188,7 @@ class Model:
             self._checks.done(route, now)
             return True
         if finish:
-            self._pace.end(now - request.submitted_at)
+            self.turns.pace.end(now - request.submitted_at)
             if not token.finish:
                 self._attempts.withdraw(route, request)
             self._attempts.close(request, State.DONE, finish)
@@ -227,21 +216,21 @@ class Model:
         elif reason != "refused" and not moves:
             self._breakers.failed(route, request, str(error), now)
             request.failures += 1
-            _shun(route, request, str(error), now)
+            shun(route, request, str(error), now)
             self._suspects.broke(request, route, reason, error, now)
         else:
             if isinstance(error, REFUSALS):
                 self._breakers.refused(route, request, now)
             elif not isinstance(error, NO_FAULT):
                 self._breakers.failed(route, request, str(error), now)
-            self._over(request, attempt, route, reason, str(error), now)
+            self._setbacks.over(request, attempt, route, reason, str(error), now)
 
     def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
         """A token of the attempt is missing."""
         route = self._attempts.route_of(request, attempt)
         self._breakers.failed(route, request, detail, now)
         request.failures += attempt == request.attempt
-        self._over(request, attempt, route, "lost", detail, now)
+        self._setbacks.over(request, attempt, route, "lost", detail, now)
 
     def judged(self, request: Request, attempt: int, dead: Collection[NodeId], now: float) -> None:
         """The nodes of an attempt that broke off were asked whether they live."""
@@ -260,18 +249,6 @@ class Model:
         """The instance that the request moves to has accepted it: the attempt before ends."""
         self._attempts.take_over(self._attempts.route(request), request, "moved", now)
 
-    def _over(
-        self, request: Request, attempt: int, route: Route, reason: str, detail: str, now: float
-    ) -> None:
-        """The attempt is over. If the request is moving, it goes on with its other attempt."""
-        if attempt != request.attempt:
-            _shun(route, request, detail, now)
-            self._attempts.stay(route, request, detail)
-        elif request.move is not None:
-            self._attempts.take_over(route, request, reason, now)
-        else:
-            self._put_back(route, request, reason, detail, now)
-
     def leave(self, request: Request, state: State, why: str, now: float) -> None:
         """The gateway itself ends the request."""
         if request.running:
@@ -289,7 +266,7 @@ class Model:
         for request in [r for r in self.queue if now - r.waiting_since >= patience]:
             message = f"no instance of model {self.name!r} took the request for {patience:g} s"
             said = f" (the last one said: {request.refusal})" if request.refusals else ""
-            error = CapacityExceeded(f"{message}{said}: try again later", self.turn_s(now))
+            error = CapacityExceeded(f"{message}{said}: try again later", self.turns.turn_s(now))
             self._drop(request, error)
         self._breakers.look(now)
         for route in self.table.routes.values():
@@ -315,7 +292,7 @@ class Model:
             route, why = self._choose(request, now)
             if route is not None:
                 self.queue.start(request)
-                self._pace.start(now - request.waiting_since, now)
+                self.turns.pace.start(now - request.waiting_since, now)
                 self._attempts.start(request, route, now, why)
             elif self.table.has_free(now):
                 # It keeps away from all that are free: the next request may begin.
@@ -352,114 +329,6 @@ class Model:
             )
         return None
 
-    def turn_s(self, now: float) -> float:
-        """Seconds until a request that comes now would probably begin."""
-        waiting, slots = len(self.queue) + 1, self.table.slots
-        return self._pace.told_s(waiting, slots, len(self.table.routes), now, self.coming(now))
-
-    def coming(self, now: float) -> Coming | None:
-        """What the model's scaling event brings, from now."""
-        coming, passed_s = self._coming, now - self._coming_at
-        if coming is None or passed_s > STALE_S:
-            return None
-        first_s, complete_s = coming.first_s, coming.complete_s
-        return msgspec.structs.replace(
-            coming,
-            first_s=None if first_s is None else max(0.0, first_s - passed_s),
-            complete_s=None if complete_s is None else max(0.0, complete_s - passed_s),
-        )
-
-    def check_in_time(self, requests: Sequence[Request], now: float) -> None:
-        """CapacityExceeded for a call that would probably miss the model's objective, while the
-        planner can add no replica. It names when a call would be in time."""
-        within_s = self.table.within_s if self._rules.routing.refuses else 0.0
-        if not within_s or (not self.queue and self.table.has_free(now)):
-            return
-        waiting = len(self.queue) + len(requests)
-        turn_s = self._pace.turn_s(waiting, self.table.slots, now)
-        prompt = max(len(request.prompt) for request in requests)
-        own_s = self.table.decode_s + self.table.prefill_s * prompt
-        admission.check_in_time(turn_s, own_s, within_s)
-
     def breakers(self) -> Mapping[Health, int]:
         """How many instances are in each state of health."""
         return self._breakers.states()
-
-    @property
-    def pressing(self) -> bool:
-        """Whether the load should be reported at once: since the last report requests began to
-        wait, or as many more wait as an instance takes."""
-        grown = len(self.queue) - self._reported
-        return grown > 0 and (self._reported == 0 or grown >= self.table.instance_slots)
-
-    def load(self, zero_ns: int) -> ModelLoad:
-        """`zero_ns`: what the wall clock showed at time 0."""
-        self._reported = len(self.queue)
-        routes = self.table.routes
-        running = [r for route in routes.values() for r in route.runs() if not r.check]
-        submitted = [request for request in running if not request.has_token]
-        waiting = (request.waiting_since for request in self.queue or submitted)
-        oldest = min(waiting, default=None)
-        return ModelLoad(
-            model=self.name,
-            queued_requests=len(self.queue),
-            queued_tokens=sum(request.work for request in self.queue),
-            running_requests=len(running),
-            running_tokens=sum(request.charge for request in running),
-            prompt_tokens=sum(
-                len(request.prompt) + len(request.tokens)
-                for request in chain(self.queue, submitted)
-            ),
-            waiting_since_ns=0 if oldest is None else zero_ns + round(oldest * 1e9),
-            asked_requests=self.asked_requests,
-            asked_tokens=self.asked_tokens,
-            instance_requests={
-                key: count
-                for key, route in routes.items()
-                if (count := sum(not request.check for request in route.requests.values()))
-            },
-        )
-
-    # --- attempts ------------------------------------------------------------
-
-    def _put_back(
-        self, route: Route, request: Request, reason: str, detail: str, now: float
-    ) -> None:
-        """Ends the attempt; the request keeps away from its instance for a while."""
-        _shun(route, request, detail, now)
-        self._attempts.take_off(route, request, detail, now)
-        self._requeue([request], reason, detail)
-
-    def _give_back(self, gone: Iterable[Route], detail: str, now: float) -> None:
-        orphans = []
-        for route in gone:
-            for request in list(route.requests.values()):
-                if request.instance != route.instance.id:
-                    self._attempts.stay(route, request, detail)
-                elif request.move is not None:
-                    self._attempts.take_over(route, request, "gone", now)
-                else:
-                    self._attempts.take_off(route, request, detail, now)
-                    orphans.append(request)
-        self._requeue(orphans, "gone", detail)
-
-    def _requeue(self, requests: list[Request], reason: str, detail: str) -> None:
-        """To the queue's head, in the order given."""
-        for request in reversed(requests):
-            if request.check:
-                self._checks.broke(detail, died=reason == "gone" and request.failures > 0)
-                self._attempts.fail(request, LambdaScaleError(detail))
-            elif request.failures > self._rules.max_attempts:
-                message = f"the request failed {request.failures} times, at last: {detail}"
-                self._attempts.fail(request, LambdaScaleError(message))
-            else:
-                self._out.append(Resumed(self.name, reason, detail, cause=self._ledger.cause))
-                self.queue.put_back([request])
-
-
-def _shun(route: Route, request: Request, why: str, now: float) -> None:
-    """The request keeps away from an instance that did not take it, longer each time. It does so
-    for twice as long as others, so that they go first: the request may be too large for it."""
-    request.shunned[route.instance.id] = now + 2 * pause(request.refusals)
-    request.refusals += 1
-    request.refusal = why

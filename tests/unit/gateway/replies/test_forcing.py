@@ -13,8 +13,8 @@ from llguidance import LLMatcher, LLTokenizer
 from services.gateway.bodies import FunctionTool, Tool
 from services.gateway.replies.dialects import HERMES, LLAMA, MISTRAL, QWEN_CODER, Dialect
 from services.gateway.replies.forcing import grammar_of_reply
-from services.gateway.replies.parts import Call, Reply
 from services.gateway.replies.form import Form
+from services.gateway.replies.parts import Call, Reply
 from services.gateway.replies.reading import ReplyReader
 from services.gateway.replies.tools import ToolUse
 from shared import grammar

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.gateway.replies.dialects import HERMES, LLAMA, MISTRAL, QWEN_CODER, Dialect
-from services.gateway.replies.parts import Argued, Called, Part, Reply, Said, Thought
 from services.gateway.replies.form import Form
+from services.gateway.replies.parts import Argued, Called, Part, Reply, Said, Thought
 from services.gateway.replies.reading import ReplyReader
 
 TOOLS: dict[str, dict[str, Any]] = {
