@@ -80,7 +80,11 @@ class Requests:
 
     async def steady(self) -> None:
         """Returns when every place of the batch has been through a whole answer's tokens."""
-        self._awaited = self.tokens + self._batch * ANSWER
+        await self.more(self._batch * ANSWER)
+
+    async def more(self, tokens: int) -> None:
+        """Returns when so many more tokens have come."""
+        self._awaited = self.tokens + tokens
         self._steady.clear()
         try:
             await asyncio.wait_for(self._steady.wait(), STEADY_S)
