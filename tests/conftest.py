@@ -23,6 +23,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
+from tests.support import dealing
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -69,7 +70,9 @@ settings.load_profile("untimed")
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # Collecting tests makes modules, which stay: no need to look through them.
-    if not hasattr(config, "workerinput"):  # workers are among what may be left
+    if hasattr(config, "workerinput"):
+        dealing.stand_back(config.workerinput["workerid"])
+    else:  # workers are among what may be left
         config.pluginmanager.register(Leftovers())
 
 
@@ -78,16 +81,13 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-LONGEST = ("tests/rdma/", "tests/integration/", "tests/contract/")
-"""They begin first where tests run side by side, so that none is left at the end to wait for."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    def place(item: pytest.Item) -> int:
-        begins = (item.nodeid.startswith(folder) for folder in LONGEST)
-        return next((place for place, long in enumerate(begins) if long), len(LONGEST))
+    dealing.in_order(items)
 
-    items.sort(key=place)
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    return dealing.Dealing(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

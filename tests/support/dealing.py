@@ -1,0 +1,51 @@
+"""How the tests are dealt to the processes that run them side by side (`./lambdascale test`).
+
+Some tests wait most of the time, for processes that they have started; the others compute. If all
+processes did first this and then that, processors would be idle first and then wanted by all. So
+WAITERS of the processes begin with tests that wait, the longest first, and the others with tests
+that compute. Whoever has none left of its own takes from the others. The processes that compute
+stand back (`nice`): what others wait for gets the processors as if nothing else ran.
+"""
+
+import os
+
+import pytest
+from xdist.scheduler.loadfile import LoadFileScheduling
+from xdist.workermanage import WorkerController
+
+WAITERS = 2
+WAIT = ("tests/rdma/", "tests/integration/", "tests/contract/")
+"""Tests that wait: those in the folder named first begin first."""
+NICE = 5
+
+
+def waits(test: str) -> bool:
+    return test.startswith(WAIT)
+
+
+def is_waiter(worker: str) -> bool:
+    """`worker`: its name, such as gw0. One that takes the place of one that crashed is none."""
+    return int(worker.removeprefix("gw")) < WAITERS
+
+
+class Dealing(LoadFileScheduling):  # type: ignore[misc]
+    """The tests of a file stay in one process, so that they share its fixtures."""
+
+    def _assign_work_unit(self, node: WorkerController) -> None:
+        own = is_waiter(node.gateway.id)
+        file = next((f for f in self.workqueue if waits(f) == own), next(iter(self.workqueue)))
+        self.workqueue.move_to_end(file, last=False)
+        super()._assign_work_unit(node)
+
+
+def in_order(items: list[pytest.Item]) -> None:
+    def place(item: pytest.Item) -> int:
+        begins = (item.nodeid.startswith(folder) for folder in WAIT)
+        return next((place for place, first in enumerate(begins) if first), len(WAIT))
+
+    items.sort(key=place)
+
+
+def stand_back(worker: str) -> None:
+    if not is_waiter(worker):
+        os.nice(NICE)
