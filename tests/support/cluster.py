@@ -15,6 +15,7 @@ import aiohttp
 import torch
 from transformers import AutoModelForCausalLM
 
+from services.cli.events import decision_line, event_line
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.credentials import User
 from services.local.nats_servers import Place
@@ -26,9 +27,10 @@ from shared.bus.nats import NatsBus
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.changes import whole_status
+from shared.messages.decisions import Decisions, DecisionsQuery
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus
-from shared.messages.scaling import ImportModel
+from shared.messages.scaling import ImportModel, PlannerQuery, PlannerState
 from shared.messages.serving import Sampling, Submit, Tokens
 from shared.permissions import Role
 from shared.pool_pages import read_pool
@@ -72,7 +74,22 @@ class Running:
                 while not condition():
                     await self.watch.change()
         except TimeoutError as error:
-            raise AssertionError(f"{what}: not within {LIMIT_S:.0f} s") from error
+            seen = "\n".join([f"{what}: not within {LIMIT_S:.0f} s", *await self._account()])
+            raise AssertionError(seen) from error
+
+    async def _account(self) -> list[str]:
+        """What was seen of the model, and the planner's reasons."""
+        ask = self.bus.request
+        decisions = await ask(
+            subjects.PLANNER_DECISIONS, DecisionsQuery(name=MODEL), Decisions, timeout=10.0
+        )
+        state = await ask(subjects.PLANNER_STATE, PlannerQuery(), PlannerState, timeout=10.0)
+        return [
+            *(f"{node} runs blocks {sorted(held)}" for node, held in self.watch.held.items()),
+            *(f"instance {instance}" for instance in self.watch.instances),
+            *(event_line(event) for event in state.events),
+            *(decision_line(decided) for decided in decisions.decisions),
+        ]
 
     async def replicas(self, count: int) -> None:
         """Waits until exactly `count` replicas serve, and nothing else."""
