@@ -238,7 +238,7 @@ OWNERS: dict[str, list[bytes]] = {
     "nothing": [],
 }
 TALK = """
-import sys
+import signal, sys
 from pathlib import Path
 from services.node.keeper.sockets import new_socket, short_path
 
@@ -249,13 +249,18 @@ for line in sys.stdin:
     connection.send(bytes.fromhex(line))
 while told := connection.recv(65536):
     print(told.decode(), flush=True)
+if sys.argv[2] == "stays":
+    signal.pause()
 """
 
 
 @contextmanager
-def talking(directory: Path, *messages: bytes) -> Iterator["subprocess.Popen[str]"]:
-    """A process that says something, and prints what it is told until its connection ends."""
-    command = [sys.executable, "-c", TALK, str(directory)]
+def talking(
+    directory: Path, *messages: bytes, then: str = "ends"
+) -> Iterator["subprocess.Popen[str]"]:
+    """A process that says something, and prints what it is told until its connection ends. Then it
+    ends, or stays."""
+    command = [sys.executable, "-c", TALK, str(directory), then]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as process:
         assert process.stdin
@@ -299,7 +304,7 @@ async def test_nonsense_of_the_owner_ends_its_tenure_and_what_is_held_stays(
 ) -> None:
     with owner(directory, 1) as first:
         assert await asyncio.to_thread(said, first) == "owner []\n"
-    with talking(directory, encode(Claim(NODE)), *messages) as second:
+    with talking(directory, encode(Claim(NODE)), *messages, then="stays") as second:
         told = [await asyncio.to_thread(said, second) for _ in range(3 + bool(messages))]
         kinds = ["held", "space", "granted", "refused"][: len(told)]
         assert [kind in line for kind, line in zip(kinds, told, strict=True)] == [True] * len(told)
