@@ -28,8 +28,8 @@ from shared.clock import now
 from shared.errors import BusError, IllegalTransition, NotFound, RequestKillsNodes
 from shared.ids import ModelName, NodeId, RequestId
 from shared.messages import decode
-from shared.messages.changes import whole_status
-from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.changes import whole_set, whole_status
+from shared.messages.instances import InstanceChange, InstanceSet, InstanceState
 from shared.messages.pool import Duty, NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
@@ -221,6 +221,9 @@ class Watch:
                     self._found.ended.append((now(), record))
             case InstanceSet():
                 wrong = self._on_set(message)
+            case InstanceChange(now=InstanceSet(name=name)):
+                if found := whole_set(self._sets.get(name), message):
+                    wrong = self._on_set(found)
             case NodeJoined(info=info):
                 duty = f", {info.duty.value}" if info.duty is not Duty.ALL else ""
                 self.say(f"{info.node} joined as {info.generation}{duty}")

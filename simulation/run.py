@@ -12,7 +12,8 @@ from shared import subjects
 from shared.bus.base import On
 from shared.clock import now
 from shared.ids import EventId, RequestId
-from shared.messages.instances import InstanceSet
+from shared.messages.changes import whole_set
+from shared.messages.instances import InstanceChange, InstanceSet
 from shared.messages.pool import Tier
 from shared.messages.scaling import EventChanged, EventRecord
 from simulation import loop, systems
@@ -171,7 +172,8 @@ class Watch:
 
     async def begin(self) -> None:
         await self._cluster.bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
-        await self._cluster.bus.subscribe(subjects.INSTANCES, On(InstanceSet, self._on_instances))
+        sets = On(InstanceSet, self._on_instances), On(InstanceChange, self._on_change)
+        await self._cluster.bus.subscribe(subjects.INSTANCES, *sets)
 
     async def tick(self, progress: Callable[[float], None]) -> None:
         while True:
@@ -189,6 +191,10 @@ class Watch:
 
     async def _on_instances(self, message: InstanceSet) -> None:
         self._sets[message.name] = message
+
+    async def _on_change(self, message: InstanceChange) -> None:
+        if found := whole_set(self._sets.get(message.now.name), message):
+            self._sets[found.name] = found
 
     def _sample(self) -> Sample:
         unit = self._cluster.spec.unit

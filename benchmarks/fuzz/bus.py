@@ -63,7 +63,7 @@ BROADCASTS: Said = (
     (subjects.POOL_NODES, [pool.NodeJoined, pool.NodeGone]),
     (subjects.POOL_MODELS, [pool.ModelAdded, pool.ModelRemoved]),
     (subjects.PLANNER_SUSPECT, [scaling.PeerSuspect]),
-    (subjects.INSTANCES, [instances.InstanceSet]),
+    (subjects.INSTANCES, [instances.InstanceSet, instances.InstanceChange]),
     (subjects.EVENTS, [scaling.EventChanged]),
     (subjects.ARRIVALS, [scaling.BlockArrived, scaling.PullFailed, scaling.FirstPartialToken]),
     (subjects.LOAD_GATEWAY, [load.GatewayLoad]),

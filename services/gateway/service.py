@@ -27,6 +27,7 @@ from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
 from services.gateway.lease import GatewayLease
 from services.gateway.metrics import Metrics
+from services.gateway.planner_link import PlannerLink
 from services.gateway.prompts import PromptReader
 from services.gateway.tls import load_tls
 from services.gateway.usage_log import FLUSH_S, UsageLog
@@ -38,7 +39,6 @@ from shared.confined.pool import ConfinedPool
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
 from shared.messages.access import AccessPage, AccessQuery
-from shared.messages.instances import InstanceSet, InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import (
     ModelAdded,
@@ -62,7 +62,7 @@ SAME_LOAD_S = 0.5
 TICK_S = 0.05
 """Seconds between looks at what has to happen with time."""
 LEARN_S = 0.2
-"""Seconds between questions to registry and planner, until each has answered once."""
+"""Seconds between questions to the registry, until it has answered once."""
 ACCESS_S = 0.4
 """Seconds between questions to the registry which tenants and keys have changed."""
 REFRESH_S = 5.0
@@ -130,8 +130,9 @@ class GatewayService(Service):
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
         """When the bus was last seen connected."""
-        self._registry_at = self._planner_at = -math.inf
-        """When they were last heard."""
+        self._planner = PlannerLink(bus, self._dispatch, self.frontend, self.log)
+        self._registry_at = -math.inf
+        """When the registry was last heard."""
         self._draining = False
 
     async def open(self) -> None:
@@ -141,8 +142,7 @@ class GatewayService(Service):
         models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
         self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
         self.own(await bus.subscribe(subjects.POOL_NODES, On(NodeGone, self._on_gone)))
-        instances = On(InstanceSet, self._on_instances)
-        self.own(await bus.subscribe(subjects.INSTANCES, instances))
+        self.own(await self._planner.follow())
         loads = On(GatewayLoad, self.frontend.on_load)
         self.own(await bus.subscribe(subjects.LOAD_GATEWAY, loads))
         self._lease = GatewayLease(await bus.kv(subjects.KV_GATEWAYS), self.name, self.log)
@@ -157,7 +157,7 @@ class GatewayService(Service):
             await self._open_http()
         for name, step in (
             ("models", self._learn_models),
-            ("instances", self._learn_instances),
+            ("instances", self._planner.learn),
             ("tick", self._tick),
             ("load", self._report),
         ):
@@ -265,7 +265,7 @@ class GatewayService(Service):
         return Health(
             bus=self._connected(),
             registry_s=at - self._registry_at,
-            planner_s=at - self._planner_at,
+            planner_s=at - self._planner.heard_at,
             models=len(self._catalog.records),
             served=self._dispatch.served,
             draining=self._draining,
@@ -347,27 +347,6 @@ class GatewayService(Service):
             await self._catalog.load(record)
         except LambdaScaleError as error:
             self.log.warning("model's files not loaded", model=record.name, error=str(error))
-
-    # --- instances -----------------------------------------------------------
-
-    async def _learn_instances(self) -> float | None:
-        """Asks the planner until it has answered once. From then on its broadcasts are enough."""
-        subject = subjects.PLANNER_INSTANCES
-        try:
-            answer = await self._bus.request(
-                subject, InstancesQuery(), InstanceSets, timeout=ASK_TIMEOUT_S
-            )
-        except LambdaScaleError as error:
-            self.log.debug("planner does not answer", error=str(error))
-            return LEARN_S
-        self._planner_at = now()
-        for found in answer.sets:
-            await self.frontend.on_instances(found)
-        return None
-
-    async def _on_instances(self, message: InstanceSet) -> None:
-        self._planner_at = now()
-        await self.frontend.on_instances(message)
 
     async def _on_gone(self, message: NodeGone) -> None:
         self.frontend.run(self._dispatch.on_node_gone(message.node, now(), message.graceful))

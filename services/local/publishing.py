@@ -11,7 +11,8 @@ from shared.bus.base import Bus, On
 from shared.errors import NotFound
 from shared.ids import ModelName, NodeId, check_model_name
 from shared.messages import Message
-from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.changes import heard_set
+from shared.messages.instances import InstanceChange, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import EventChanged, EventState, ImportModel, ModelImported
@@ -50,6 +51,7 @@ class _Served:
     def __init__(self, name: ModelName, say: Callable[[str], None]) -> None:
         self._name = name
         self._say = say
+        self._set: InstanceSet | None = None
         self._instance = False
         self._over = asyncio.Event()
 
@@ -66,9 +68,11 @@ class _Served:
 
     async def _on(self, message: Message) -> None:
         match message:
-            case InstanceSet(name=self._name):
-                states = [instance.state for instance in message.instances]
-                self._instance = InstanceState.SERVING in states
+            case InstanceSet(name=self._name) | InstanceChange(now=InstanceSet(name=self._name)):
+                if found := heard_set(self._set, message):
+                    self._set = found
+                    states = [instance.state for instance in found.instances]
+                    self._instance = InstanceState.SERVING in states
             case GatewayLoad() if self._instance:
                 if self._name in message.listed:
                     self._over.set()

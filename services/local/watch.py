@@ -10,8 +10,8 @@ from shared import subjects
 from shared.bus.base import Bus, On
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages import Message
-from shared.messages.changes import whole_status
-from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.changes import heard_set, whole_status
+from shared.messages.instances import Instance, InstanceChange, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import NodeStatus, ReportStatus, Tier
 from shared.messages.scaling import BlockArrived, EventChanged, EventRecord, FirstPartialToken
@@ -57,6 +57,8 @@ class Watch:
     samples: list[Sample] = field(default_factory=list)
     switched: list[tuple[float, InstanceId]] = field(default_factory=list)
     """When paths gave way to local execution."""
+    _set: InstanceSet | None = None
+    """The newest that was heard."""
     _statuses: dict[NodeId, NodeStatus] = field(default_factory=dict)
     """What each node said last."""
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
@@ -82,8 +84,10 @@ class Watch:
                 self.records[message.record.id] = message.record
             case FirstPartialToken():
                 self.partial_tokens.append(message)
-            case InstanceSet():
-                self._on_instances(message.instances)
+            case InstanceSet() | InstanceChange():
+                if found := heard_set(self._set, message):
+                    self._set = found
+                    self._on_instances(found.instances)
             case NodeStatus():
                 if status := whole_status(self._statuses.get(message.node), message):
                     self._statuses[message.node] = status

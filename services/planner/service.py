@@ -98,7 +98,7 @@ class PlannerService(Service):
         return PlannerState(sets=self.core.sets(), events=self.core.events(message.events))
 
     async def _instances(self, message: InstancesQuery) -> Message:
-        return InstanceSets(sets=self.core.sets())
+        return InstanceSets(sets=self.core.sets(message.names))
 
     async def _decisions(self, message: DecisionsQuery) -> Message:
         return Decisions(decisions=self.core.decisions(message.name, message.limit))

@@ -40,9 +40,8 @@ from shared.containment import is_containable
 from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, Superseded
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
-from shared.messages.instances import InstanceSet
 from shared.messages.pool import ReportStatus, Reserved, Sources
-from shared.messages.scaling import ApplyPlan, SetInstances
+from shared.messages.scaling import ApplyPlan, EventChanged, SetInstances
 from shared.pool_pages import read_pool
 
 REGISTRY_TIMEOUT_S = 2.0
@@ -122,9 +121,9 @@ class Shell:
             case Question():
                 self._spawn(self._answer(command), type(command).__name__.lower())
             case Publish(message=message):
-                of_set = isinstance(message, InstanceSet)
+                of_event = isinstance(message, EventChanged)
                 self._outbox.put_nowait(
-                    (subjects.INSTANCES if of_set else subjects.EVENTS, message)
+                    (subjects.EVENTS if of_event else subjects.INSTANCES, message)
                 )
             case commands.AskStatus(node=node):
                 wanted = ReportStatus(cause=command.cause)

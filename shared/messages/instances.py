@@ -64,7 +64,8 @@ class Coming(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
-    """Planner -> gateways, on change and every second: all instances of one model.
+    """Planner -> gateways, on change and every second: all instances of one model. Mostly only what
+    has changed is said (InstanceChange).
 
     An instance that is missing from a newer revision is gone, and its requests are resumed
     elsewhere. `trace` is that of the scaling event that caused the change.
@@ -92,8 +93,26 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     """None: no scaling event runs."""
 
 
+class InstanceChange(Message, frozen=True, kw_only=True, tag="instance_change"):
+    """Planner -> gateways, in place of an InstanceSet once every gateway understands changes
+    (`GatewayLoad.takes_changes`): what has changed since an earlier set of the same planner.
+
+    A receiver that knows that set or a later one then knows the new set too (`changes.whole_set`).
+    Any other receiver asks for it (InstancesQuery).
+    """
+
+    now: InstanceSet
+    """The new set, of whose instances only those are named that are new or have changed."""
+    since: int
+    """The revision of the set on which this builds. If nothing has changed, it is that of `now`."""
+    gone: tuple[InstanceId, ...] = ()
+
+
 class InstancesQuery(Message, frozen=True, kw_only=True, tag="instances_query"):
-    """A gateway that starts -> planner. Answered with InstanceSets."""
+    """A gateway that starts, or has missed a change -> planner. Answered with InstanceSets."""
+
+    names: tuple[ModelName, ...] = ()
+    """The models whose sets are wanted. Empty: all."""
 
 
 class InstanceSets(Message, frozen=True, kw_only=True, tag="instance_sets"):

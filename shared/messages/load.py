@@ -54,3 +54,5 @@ class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     models: tuple[ModelLoad, ...]
     listed: tuple[ModelName, ...] = ()
     """In a whole report: the models that the gateway takes requests for."""
+    takes_changes: bool = False
+    """Whether the gateway understands InstanceChange."""

@@ -21,7 +21,8 @@ from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
-from shared.messages.instances import Coming, InstanceSet
+from shared.messages.changes import whole_set
+from shared.messages.instances import Coming, InstanceChange, InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 from shared.story import Transition
@@ -89,6 +90,10 @@ class Dispatch:
         model = self._model(new.name, new.model_id)
         self._guard(model, now, model.apply, new, now)
         return self._flush()
+
+    def after(self, change: InstanceChange) -> InstanceSet | None:
+        """The set after a change. None: an earlier change was missed."""
+        return whole_set(self._sets.get(change.now.model_id), change)
 
     def on_node_gone(self, node: NodeId, now: float, graceful: bool = False) -> list[Command]:
         self._begin(node, now)

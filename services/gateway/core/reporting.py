@@ -45,6 +45,7 @@ class Reporting:
             whole=whole,
             models=told,
             listed=tuple(load.model for load in loads) if whole else (),
+            takes_changes=True,
         )
 
 

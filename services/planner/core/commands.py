@@ -16,7 +16,7 @@ from services.planner.core.tickets import Ticket
 from shared.errors import LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import Message, pool, scaling
-from shared.messages.instances import Instance, InstanceSet
+from shared.messages.instances import Instance, InstanceChange, InstanceSet
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import EventChanged, EventRecord, Transfer
 
@@ -120,7 +120,7 @@ class AskStatus(Caused, frozen=True, kw_only=True):
 
 
 class Publish(Caused, frozen=True, kw_only=True):
-    message: InstanceSet | EventChanged
+    message: InstanceSet | InstanceChange | EventChanged
 
 
 class StoreEvent(Caused, frozen=True, kw_only=True):

@@ -11,7 +11,7 @@ from services.planner.core.scaling import Decide, decide
 from services.planner.core.serving.loading import ServingStrategy
 from services.planner.core.tickets import Moment, Ticket
 from shared.ids import EventId, ModelId
-from shared.messages.instances import InstanceSet
+from shared.messages.instances import InstanceChange, InstanceSet
 from shared.messages.scaling import EventChanged, EventRecord
 from shared.story import Story
 
@@ -134,7 +134,7 @@ class Desk:
     def keep(self, record: EventRecord) -> None:
         self.out += self.archive.put(record, self.cause)
 
-    def publish(self, instances: InstanceSet) -> None:
+    def publish(self, instances: InstanceSet | InstanceChange) -> None:
         self.do(Publish(message=instances, cause=self.cause))
 
     # --- for people ---

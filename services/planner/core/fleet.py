@@ -2,7 +2,8 @@
 
 Members hold what the cluster says they hold. Paths over members that still load are planned outside
 (PlanPaths), because that can take long. Until a plan is there, instances are revised by the last
-plan. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy time.
+plan. Sets are published at once after a quiet time, and at most every `PACE_S` in a busy time; what
+is said is mostly what has changed.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,10 +16,14 @@ from services.planner.core.forecast import Expected
 from services.planner.core.instances import Member, Rules, Stages
 from services.planner.core.stimuli import PathsPlanned
 from shared.ids import EventId, InstanceId, NodeId
+from shared.messages.changes import change_of
 from shared.messages.instances import Coming, Instance, InstanceSet, InstanceState
 from shared.messages.pool import ModelRecord, NodeInfo
 
 REPUBLISH_S = 1.0
+"""Seconds after which gateways are told of a model again, also if nothing has changed."""
+WHOLE_S = 30.0
+"""Seconds after which they are told all of it again, and not only what has changed."""
 PACE_S = 0.02
 """The least seconds between two sets of one model."""
 PACE_PER_MEMBER_S = 1e-4
@@ -71,6 +76,9 @@ class Fleet:
         """Since when each retired instance takes no new requests."""
         self._revision = desk.next_revision()
         self._published_at = float("-inf")
+        self._told: InstanceSet | None = None
+        """The set that was published last."""
+        self._told_whole_at = float("-inf")
         self._revised_at = float("-inf")
         self._revise_at = NEVER
         self._plan_at = NEVER
@@ -353,8 +361,14 @@ class Fleet:
         )
 
     def _publish(self) -> None:
-        self._published_at = self._desk.at
-        self._desk.publish(self.set())
+        at, known, now = self._desk.at, self._told, self.set()
+        self._published_at, self._told = at, now
+        whole = known is None or at >= self._told_whole_at + WHOLE_S
+        if known is not None and not whole and self._desk.cluster.loads.take_changes:
+            self._desk.publish(change_of(known, now))
+        else:
+            self._told_whole_at = at
+            self._desk.publish(now)
 
     def close(self) -> None:
         """Publishes that nothing serves the model from now on."""

@@ -36,6 +36,8 @@ class _Gateway:
     at: float
     fresh_from: float
     """Its age counts from here: later than `at` if nobody could be heard for a while."""
+    takes_changes: bool
+    """See GatewayLoad."""
     models: dict[ModelName, ModelLoad] = field(default_factory=dict)
     asked: dict[ModelName, Asked] = field(default_factory=dict)
     """What it counted last, also of models that have no load now."""
@@ -99,10 +101,11 @@ class LoadReports:
         known = self._gateways.get(load.gateway)
         heard = known is not None
         if known is None:
-            known = self._gateways[load.gateway] = _Gateway(load.seq, now, now)
+            known = self._gateways[load.gateway] = _Gateway(load.seq, now, now, load.takes_changes)
         elif load.seq < known.seq:
             return frozenset()
         known.seq, known.at, known.fresh_from = load.seq, now, now
+        known.takes_changes = load.takes_changes
         self._stale_at = min(self._stale_at, now + FRESH_S)
         changed = set[ModelName]()
         for each in load.models:
@@ -210,6 +213,12 @@ class LoadReports:
     def reported_since(self, at: float) -> bool:
         """Whether every gateway that still counts has reported later than `at`."""
         return self._heard_at > at and all(each.at > at for each in self._gateways.values())
+
+    @property
+    def take_changes(self) -> bool:
+        """Whether there are gateways, and all of them understand changes of instance sets."""
+        gateways = self._gateways.values()
+        return bool(gateways) and all(each.takes_changes for each in gateways)
 
     def validate(self) -> None:
         """Raises AssertionError if a report is newer than what was heard last, does not lie under

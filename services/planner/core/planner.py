@@ -4,7 +4,7 @@ It passes what it hears on to whom it concerns: the view of the pool (`pool_view
 each model (`machines`), the load that gateways report (`load_reports`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
@@ -124,8 +124,11 @@ class Planner:
 
     # --- what is so ---
 
-    def sets(self) -> tuple[InstanceSet, ...]:
-        return tuple(model.fleet.set() for model in self._machines.named.values())
+    def sets(self, names: Collection[ModelName] = ()) -> tuple[InstanceSet, ...]:
+        """The instances of these models, or of all if none is named."""
+        models = self._machines.named
+        wanted = (models[name] for name in names if name in models) if names else models.values()
+        return tuple(model.fleet.set() for model in wanted)
 
     def events(self, count: int) -> tuple[EventRecord, ...]:
         """The records of the newest events, newest first. Large records come without their

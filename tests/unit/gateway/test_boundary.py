@@ -26,7 +26,7 @@ from shared.confined.pool import ConfinedPool
 from shared.errors import CapacityExceeded
 from shared.ids import InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages import Message
-from shared.messages.instances import InstanceSet, InstanceState
+from shared.messages.instances import InstanceChange, InstanceSet, InstanceState
 from shared.messages.pool import ModelAdded, ModelRecord, ModelRemoved, NodeGone
 from shared.messages.serving import Tokens
 from shared.messages.story import StoryQuery, Told
@@ -270,6 +270,7 @@ async def test_the_first_answers_may_fail(monkeypatch: pytest.MonkeyPatch, fault
     """Those of registry and planner: with an untyped error of theirs, as with every other."""
     monkeypatch.setattr("services.gateway.failures.AFTER_FAILURE_S", 0.01)
     monkeypatch.setattr("services.gateway.service.LEARN_S", 0.01)
+    monkeypatch.setattr("services.gateway.planner_link.RETRY_S", 0.01)
     left = {"_models": list(BUGS), "_instances": list(BUGS)}
     for method, errors in left.items():
         original = getattr(Cluster, method)
@@ -313,6 +314,7 @@ LIKELY: dict[str, Any] = {
     ("subject", "kind"),
     [
         (subjects.INSTANCES, InstanceSet),
+        (subjects.INSTANCES, InstanceChange),
         (subjects.POOL_MODELS, ModelAdded),
         (subjects.POOL_MODELS, ModelRemoved),
         (subjects.POOL_NODES, NodeGone),
