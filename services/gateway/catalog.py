@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from services.gateway.asked import model_defaults
-from services.gateway.embeds import POOLING_CONFIG, Embeds, embeds_of
+from services.gateway.embeds import Embeds, embeds_of
 from services.gateway.replies.form import THOUGHT
 from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
@@ -19,6 +19,7 @@ from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
 from shared.messages.pool import ModelRecord, Task
+from shared.vectors import SENTENCE_FILES, is_encoder
 from shared.vision import ImageInput, image_input, labels
 
 TOKENIZER = "tokenizer.json"
@@ -42,10 +43,12 @@ class Lingo:
     """Ids that end a completion."""
     vocab_size: int
     kv_bytes: int
-    """Of a token's KV; 0: the config does not say it."""
+    """Of a token's KV; 0: the model keeps none, or its config does not say it."""
     defaults: Mapping[str, float]
     """Of sampling, by the names that requests have for it."""
     embeds: Embeds
+    generates: bool
+    """Whether the model generates text; all give vectors of it."""
 
     def template_for(self, tools: bool) -> Template | None:
         """The template for a chat, which may have tools."""
@@ -89,13 +92,21 @@ class Catalog:
             raise BadInput(f"model {record.name!r} classifies images: use /v1/classify")
         return found
 
+    async def writer(self, record: ModelRecord) -> Lingo:
+        """The Lingo of a model that generates text. BadInput if it gives only vectors; else as
+        `lingo`."""
+        if record.embeds:
+            raise BadInput(f"model {record.name!r} gives vectors, no text: use /v1/embeddings")
+        return await self.lingo(record)
+
     async def sight(self, record: ModelRecord) -> Sight:
         """A classifier's Sight. BadInput if the model is for text; else as `load`."""
         found = await self.load(record)
         if not isinstance(found, Sight):
-            raise BadInput(
-                f"model {record.name!r} generates text: use /v1/completions or /v1/chat/completions"
-            )
+            use = "/v1/completions or /v1/chat/completions"
+            if record.embeds:
+                raise BadInput(f"model {record.name!r} gives vectors of texts: use /v1/embeddings")
+            raise BadInput(f"model {record.name!r} generates text: use {use}")
         return found
 
     async def load(self, record: ModelRecord) -> Lingo | Sight:
@@ -136,7 +147,7 @@ class Catalog:
             SPECIAL_TOKENS,
             GENERATION_CONFIG,
             CHAT_TEMPLATE,
-            POOLING_CONFIG,
+            *SENTENCE_FILES,
         )
         files = {
             name: await self._objects.get(record.files[name])
@@ -163,6 +174,7 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
     eos = _ids(generation.get("eos_token_id")) or _ids(config.get("eos_token_id"))
     if "eos_token" in special:
         eos |= _ids(codec.token_id(special["eos_token"]))
+    generates = not is_encoder(config)
     return Lingo(
         codec=codec,
         template=template,
@@ -171,9 +183,10 @@ def read_lingo(files: Mapping[str, bytes], config: Mapping[str, Any]) -> Lingo:
         or any(source and THOUGHT in source for source in sources),
         eos=tuple(sorted(eos)),
         vocab_size=int(config["vocab_size"]),
-        kv_bytes=_kv_bytes(config),
+        kv_bytes=_kv_bytes(config) if generates else 0,
         defaults=model_defaults(generation),
-        embeds=embeds_of(config, _json(files, POOLING_CONFIG)),
+        embeds=embeds_of(config, files),
+        generates=generates,
     )
 
 

@@ -39,10 +39,9 @@ class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     user: Any = None
     """Has no effect."""
     normalize: bool | None = None
-    """Whether vectors have the length 1. Null: they do."""
-    pooling: Literal["last", "mean"] | None = None
-    """The state of the last token, or the mean of all. Null: as the model says, or else the
-    last."""
+    """Whether vectors have the length 1. Null: as the model says, or else they do."""
+    pooling: Literal["cls", "last", "mean"] | None = None
+    """The state of the first token, of the last, or the mean of all. Null: as the model says."""
     truncate_prompt_tokens: int | None = None
 
 
@@ -53,7 +52,8 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
     inputs: tuple[Prompt, ...]
     base64: bool
     dimensions: int | None
-    normalized: bool
+    normalized: bool | None
+    """None: as the model says."""
     pooling: Pooling | None
     """None: the model's."""
     truncated: int | None
@@ -74,7 +74,7 @@ def wanted(raw: bytes) -> Wanted:
         inputs=inputs,
         base64=body.encoding_format == "base64",
         dimensions=body.dimensions,
-        normalized=body.normalize is not False,
+        normalized=body.normalize,
         pooling=Pooling(body.pooling) if body.pooling else None,
         truncated=body.truncate_prompt_tokens,
     )
@@ -94,7 +94,10 @@ def choices_of(
     """One for each prompt. `call`: the call's id. ApiError 400."""
     pooling = asked.pooling or lingo.embeds.pooling
     if pooling is None:
-        invalid("model", "pools in a way that is not supported; give pooling: last or mean")
+        invalid("model", "makes vectors in a way that is not supported; give pooling: last or mean")
+    if pooling is Pooling.CLS and lingo.generates:
+        message = "cls is for encoders: in this model the first state depends on nothing else"
+        invalid("pooling", message)
     if (tokens := sum(map(len, prompts))) > MAX_TOKENS:
         invalid("input", f"at most {MAX_TOKENS} tokens in a request, not {tokens}")
     nothing = DecodeStream(lingo.codec, (), frozenset())
@@ -127,7 +130,8 @@ def written(asked: Wanted, choice: Choice, lingo: Lingo, size: int) -> bytes:
         message = f"a vector has {len(choice.vector)} bytes, not {4 * lingo.embeds.size}"
         raise ApiError(500, message)
     vector = np.frombuffer(choice.vector, "<f4")[:size].astype(np.float64)
-    if asked.normalized and (length := np.linalg.norm(vector)):
+    normalized = lingo.embeds.normalized if asked.normalized is None else asked.normalized
+    if normalized and (length := np.linalg.norm(vector)):
         vector /= length
     found = vector.astype("<f4")
     body = base64.b64encode(found.tobytes()).decode() if asked.base64 else found.tolist()

@@ -1,25 +1,22 @@
 """What a model's files say about its vectors."""
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 from services.gateway.api_error import invalid
+from shared.errors import LambdaScaleError
 from shared.messages.serving import Pooling
-
-POOLING_CONFIG = "pooling.json"
-"""What sentence-transformers have as 1_Pooling/config.json."""
-_POOLINGS = {
-    "pooling_mode_lasttoken": Pooling.LAST,
-    "pooling_mode_mean_tokens": Pooling.MEAN,
-}
-_MODE = "pooling_mode_"
+from shared.vectors import is_encoder, vector_rule
 
 
 @dataclass(frozen=True, slots=True)
 class Embeds:
     pooling: Pooling | None
     """None: the model has another than those that nodes know."""
+    normalized: bool
+    """Whether its vectors have the length 1, unless a request says otherwise."""
     size: int
     """Numbers in a vector."""
     sizes: frozenset[int]
@@ -42,22 +39,19 @@ class Embeds:
         return dimensions
 
 
-def embeds_of(config: Mapping[str, Any], pooling: Mapping[str, Any]) -> Embeds:
-    """From config.json, and sentence-transformers' file about pooling, which may be empty. What
-    cannot be understood is as if it were not there: the model may be for text alone."""
+def embeds_of(config: Mapping[str, Any], files: Mapping[str, bytes]) -> Embeds:
+    """From config.json and sentence-transformers' files. What cannot be understood is as if it were
+    not there: the model may be for text alone."""
     size = config.get("hidden_size")
     size = size if isinstance(size, int) else 0
-    modes = [name for name, on in pooling.items() if name.startswith(_MODE) and on is True]
-    match modes:
-        case []:
-            found: Pooling | None = Pooling.LAST
-        case [mode]:
-            found = _POOLINGS.get(mode)
-        case _:
-            found = None
+    pooling: Pooling | None = None
+    normalized = True
+    with suppress(LambdaScaleError):
+        rule = vector_rule(files, encoder=is_encoder(config))
+        pooling, normalized = rule.pooling, rule.normalized
     given = config.get("matryoshka_dimensions")
     if isinstance(given, list):
         sizes = frozenset(one for one in given if isinstance(one, int) and 0 < one <= size)
     else:
         sizes = frozenset(range(1, size + 1) if config.get("is_matryoshka") is True else ())
-    return Embeds(found, size, sizes)
+    return Embeds(pooling, normalized, size, sizes)

@@ -49,8 +49,9 @@ class PromptReader:
         field: str = "prompt",
     ) -> Read:
         """Prompts of one kind, given in `field`. `special`: whether a bare prompt begins as the
-        model wants it. `truncated`: the most tokens of a prompt, of which the last ones stay; None:
-        as many as the context has. Errors as of `read`."""
+        model wants it. `truncated`: the most tokens of a prompt, of which the last ones stay, and
+        of an encoder's the first ones and the special token at its end; None: as many as the
+        context has. Errors as of `read`."""
         if isinstance(prompts[0], Dialogue):
             field = "messages"
         context = record.context_length
@@ -67,9 +68,14 @@ class PromptReader:
                 invalid(field, "has no tokens")
             if not 0 <= min(ids) <= max(ids) < lingo.vocab_size:
                 invalid(field, f"token ids must be between 0 and {lingo.vocab_size - 1}")
-            if truncated is not None:
+            if truncated is None or len(ids) <= truncated:
+                continue
+            if lingo.generates:
                 begins = isinstance(prompts[0], str) and special and ids[0] == lingo.codec.bos
-                del ids[int(begins) : max(len(ids) - truncated + int(begins), int(begins))]
+                del ids[int(begins) : len(ids) - truncated + int(begins)]
+            else:
+                ends = lingo.codec.special(ids[-1]) is not None
+                del ids[truncated - int(ends) : len(ids) - int(ends)]
         return found
 
     async def _tokens(

@@ -263,6 +263,9 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
     then assume that relays forward whole blocks, which is later than they do."""
     task: Task = Task.TEXT
+    embeds: bool = False
+    """Whether the model gives vectors of texts and generates none. Its `task` is TEXT, which the
+    release before knows."""
 
 
 class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):

@@ -71,6 +71,9 @@ class LogitRules(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Pooling(enum.Enum):
     """How a prompt becomes one vector: from the states after the model's last norm."""
 
+    CLS = "cls"
+    """The state of the first position. Only for encoders: in a decoder it depends on nothing
+    else."""
     LAST = "last"
     """The state of the last position."""
     MEAN = "mean"

@@ -89,8 +89,9 @@ def _suits(table: Table, route: Route, request: Request, saved: int, now: float)
 
 def _has_prefix(request: Request) -> bool:
     """Whether its KV depends on its tokens alone, and is taken from what is cached: no image, and
-    no prompt that is scored or averaged."""
-    return not (request.image or request.score_from or request.pooling is Pooling.MEAN)
+    no prompt that is scored or averaged, and none of an encoder that is asked as it should be."""
+    pooled = request.pooling in (Pooling.MEAN, Pooling.CLS)
+    return not (request.image or request.score_from or pooled)
 
 
 def _marks(request: Request) -> tuple[int, ...]:

@@ -66,7 +66,7 @@ class Generating:
     async def count(self, request: web.Request, asked: Asked) -> int:
         """The number of tokens in the prompt."""
         record = self._models.record(request, asked.model)
-        lingo = await self._models.lingo(record)
+        lingo = await self._models.writer(record)
         read = await self._prompts.read(asked, record, lingo)
         return sum(map(len, read.prompts))
 
@@ -76,7 +76,7 @@ class Generating:
         if session := request.headers.get(SESSION):
             asked = msgspec.structs.replace(asked, session=session)
         record = self._models.record(request, asked.model)
-        lingo = await self._models.lingo(record)
+        lingo = await self._models.writer(record)
         read = await self._prompts.read(asked, record, lingo)
         asked, read = await self._structured(asked, read)
         key = key_of(request.headers, request.path, await request.read())

@@ -19,6 +19,8 @@ from shared.ids import ModelName
 from shared.messages.pool import ModelRecord
 
 Found = TypeVar("Found")
+VECTORS = "feature-extraction"
+"""The task of an encoder on the Hugging Face Hub."""
 
 
 class ServedModels:
@@ -65,6 +67,9 @@ class ServedModels:
     async def lingo(self, record: ModelRecord) -> Lingo:
         return await self._loaded(record, self._catalog.lingo)
 
+    async def writer(self, record: ModelRecord) -> Lingo:
+        return await self._loaded(record, self._catalog.writer)
+
     async def sight(self, record: ModelRecord) -> Sight:
         return await self._loaded(record, self._catalog.sight)
 
@@ -94,5 +99,5 @@ def _card(record: ModelRecord) -> ModelCard:
         created=record.created_ns // 1_000_000_000,
         root=record.model_id,
         max_model_len=record.context_length,
-        task=record.task.value,
+        task=VECTORS if record.embeds else record.task.value,
     )

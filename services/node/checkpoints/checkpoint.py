@@ -27,6 +27,7 @@ from shared.errors import (
     UnsafeCheckpoint,
     UnsupportedModel,
 )
+from shared.vectors import SENTENCE_FILES, is_encoder, vector_rule
 from shared.vision import IN_CONFIG, PREPROCESSOR, is_classifier
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -38,8 +39,6 @@ FILES = (
     "generation_config.json",
     "special_tokens_map.json",
 )
-SENTENCE_POOLING, POOLING = "1_Pooling/config.json", "pooling.json"
-"""Where sentence-transformers say how a prompt becomes a vector, and the name that we give it."""
 BARE = "embed_tokens.weight"
 """A tensor that whole models have in `model.`."""
 MAX_FILE = 64 << 20
@@ -84,7 +83,9 @@ def open_checkpoint(path: Path) -> Checkpoint:
         )
         for unit in range(config.n_units)
     )
-    return Checkpoint(config, raw_config, units, stored, {} if classifies else _text_files(path))
+    files = {} if classifies else _text_files(path)
+    _check_vectors(path, files, encoder=is_encoder(raw_config))
+    return Checkpoint(config, raw_config, units, stored, files)
 
 
 def _check_directory(path: Path) -> None:
@@ -190,7 +191,7 @@ def _stored(
     expected = {part: shape for parts in sources.values() for part, shape in parts.items()}
     _check_shapes(path, expected, found)
     _check_dtypes(path, expected, found)
-    _check_unknown(path, {*expected, HEAD}, found)
+    _check_unknown(path, expected.keys() | config.ignored, found)
     return {name: tuple(found[part] for part in parts) for name, parts in sources.items()}
 
 
@@ -251,10 +252,20 @@ def _text_files(path: Path) -> dict[str, bytes]:
         )
     read = {name: _read_json(path / name) for name in files if name.endswith(".json")}
     _check_template(path, files, read.get(TOKENIZER_CONFIG, {}))
-    pooling = path / SENTENCE_POOLING
-    if pooling.is_file():
-        files[POOLING] = msgspec.json.encode(_read_json(pooling))
-    return files
+    sentence = {name: path / place for name, place in SENTENCE_FILES.items()}
+    return files | {name: _read_file(file) for name, file in sentence.items() if file.is_file()}
+
+
+def _check_vectors(path: Path, files: Mapping[str, bytes], *, encoder: bool) -> None:
+    """A model that gives nothing but vectors is of no use if they cannot be made as it says. Others
+    may be for text."""
+    try:
+        vector_rule(files, encoder=encoder)
+    except UnsupportedModel as error:
+        if encoder:
+            raise UnsupportedModel(f"{path}: {error}") from error
+    except CorruptCheckpoint as error:
+        raise CorruptCheckpoint(f"{path}: {error}") from error
 
 
 def _check_template(

@@ -22,6 +22,7 @@ from services.node.checkpoints.raw_config import (
 )
 from services.node.checkpoints.rope_config import RopeConfig, read_rope
 from shared.errors import CorruptCheckpoint, UnsupportedModel
+from shared.vectors import ENCODER
 from shared.vision import CLASSIFIER
 
 DTYPES = ("float32", "bfloat16", "float16")
@@ -124,6 +125,11 @@ class ModelConfig:
     def n_units(self) -> int:
         return self.n_layers + 2
 
+    @property
+    def ignored(self) -> frozenset[str]:
+        """Tensors that a checkpoint may have and the model is not made of. Others are refused."""
+        return frozenset({HEAD})
+
     def unit_tensors(self, unit: int) -> Shapes:
         """The unit's tensors with their shapes, in the order in which they are packed.
 
@@ -212,7 +218,7 @@ def _family(config: RawConfig) -> Family:
     if not architectures:
         raise CorruptCheckpoint("config.json: architectures must be a list with a name in it")
     if architectures[0] not in FAMILIES:
-        supported = ", ".join((*FAMILIES, CLASSIFIER))
+        supported = ", ".join((*FAMILIES, CLASSIFIER, ENCODER))
         raise UnsupportedModel(
             f"architecture {architectures[0]!r} is not supported; supported: {supported}"
         )

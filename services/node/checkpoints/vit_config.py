@@ -114,6 +114,11 @@ class VitConfig:
     def n_units(self) -> int:
         return self.n_layers + 2
 
+    @property
+    def ignored(self) -> frozenset[str]:
+        """See `ModelConfig.ignored`."""
+        return frozenset()
+
     def unit_tensors(self, unit: int) -> Shapes:
         """The unit's tensors with their shapes, in the order in which they are packed."""
         hidden = self.hidden_size

@@ -211,7 +211,7 @@ class Batcher:
         """The engine has no pages for the part: the sequence of its model that began last gives its
         pages back. A sequence that its model's share takes waits for those of other models."""
         self._handled.cause = _batch_of(part)
-        everybody = [s for s in self._leader.running.values() if s.started and not s.submit.image]
+        everybody = [s for s in self._leader.running.values() if s.started and s.keeps_kv]
         led = [s for s in everybody if s.path.model_id == part.model_id]
         followed = self._follower.with_kv(part.model_id)
         others = len(everybody) - len(led) + self._follower.count_with_kv - len(followed)

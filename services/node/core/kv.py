@@ -45,8 +45,8 @@ class Kv(Protocol):
         their share let go of as much, when their sequences end. It holds until the next call."""
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
-        """Whether the model's sequences have KV in blocks start <= block < stop. Images have none,
-        and any number of positions. True if the model is not open."""
+        """Whether the model's sequences have KV in blocks start <= block < stop. Those of a model
+        that has none in any block run whole, in one row. True if the model is not open."""
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

@@ -124,7 +124,8 @@ class Leader:
             raise StaleEpoch(
                 f"attempt {submit.attempt} of request {submit.request} comes after {newest}"
             )
-        sequence = Sequence.of(submit, self._speculation)
+        keeps_kv = self._kv.keeps(submit.model_id, 0, n_blocks)
+        sequence = Sequence.of(submit, self._speculation, keeps_kv=keeps_kv)
         over = [s for s in older if s.submit.attempt != submit.takes_over]
         self._room.check(sequence, [s.key for s in over])
         self._attempts[submit.request] = submit.attempt

@@ -73,6 +73,8 @@ class Sequence:
     """None: nothing is proposed."""
     scored: int
     """The prompt's tokens before this one were scored, or need not be."""
+    keeps_kv: bool
+    """False: its attention goes both ways, so it runs whole, in one row."""
     admitted: int = 0
     """When it first began to run, in the scheduler's ticks; 0 if it has not."""
     preempted: int = 0
@@ -98,8 +100,9 @@ class Sequence:
         return len(self.tokens) < self.submit.alone_until
 
     @classmethod
-    def of(cls, submit: Submit, speculation: int) -> "Sequence":
-        """`speculation`: the most tokens that are proposed in a step."""
+    def of(cls, submit: Submit, speculation: int, *, keeps_kv: bool) -> "Sequence":
+        """`speculation`: the most tokens that are proposed in a step. `keeps_kv`: whether
+        sequences of its model keep KV."""
         key = sequence_key(submit.request, submit.attempt)
         path = Path(submit.model_id, submit.stages)
         tokens = list(submit.tokens)
@@ -112,13 +115,13 @@ class Sequence:
             len(tokens),
             Speculation(tokens, speculation) if speculation else None,
             submit.score_from or submit.prompt_tokens,
+            keeps_kv,
         )
 
     @property
     def kv_soon(self) -> int:
-        """Positions that it will soon have: those of its known tokens, and a page more. An image
-        keeps none."""
-        return 0 if self.submit.image else kv_soon(len(self.tokens), self.limit)
+        """Positions that it will soon have: those of its known tokens, and a page more."""
+        return kv_soon(len(self.tokens), self.limit) if self.keeps_kv else 0
 
     @property
     def kv_taken(self) -> int:
@@ -150,7 +153,7 @@ class Sequence:
     def reusable(self) -> tuple[int, ...]:
         """The tokens whose KV may be cached. The last one is left out, and so is everything to be
         scored or to be averaged, because these have to be run."""
-        if self.submit.pooling is Pooling.MEAN:
+        if self.submit.pooling is Pooling.MEAN or not self.keeps_kv:
             return ()
         return tuple(self.tokens[: self.scored] if self.scoring else self.tokens)
 
@@ -282,8 +285,8 @@ class Lane:
         return None if since is None else max(since, self.formed)
 
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
-        """The next micro-batch: decode rows, and `prompt_budget` prompt tokens in chunks. An image
-        is not cut, so the last image may exceed the budget."""
+        """The next micro-batch: decode rows, and `prompt_budget` prompt tokens in chunks. A
+        sequence that keeps no KV is not cut, so the last one of them may exceed the budget."""
         score_budget = SCORED_POSITIONS
         vectors = VECTORS if self.path.followers else len(self.sequences)
         share = -(-len(self.sequences) // self.depth)
@@ -299,7 +302,7 @@ class Lane:
             count = 1
             if not sequence.decodes:
                 count = sequence.prompt - sequence.position
-                if not (sequence.submit.image and prompt_budget):
+                if sequence.keeps_kv or not prompt_budget:
                     count = min(count, prompt_budget)
                 if sequence.scoring:
                     count = min(count, score_budget)

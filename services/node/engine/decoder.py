@@ -29,6 +29,7 @@ from services.node.engine.weights import (
 )
 from shared.errors import BadInput
 from shared.layout import BlockSpec
+from shared.messages.serving import Pooling
 
 
 def kv_dtype(dtype: torch.dtype, kernels: bool) -> torch.dtype:
@@ -53,7 +54,7 @@ def gpu_experts() -> AddExperts:
 class Decoder:
     """The parts that all steps of a model share."""
 
-    whole = 0
+    keeps_kv = True
 
     def __init__(
         self,
@@ -75,6 +76,11 @@ class Decoder:
         self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rotations = Rotations(self.frequencies)
+
+    def refusal(self, row: Row) -> str:
+        return (
+            "a decoder's first state depends on nothing else" if row.pooling is Pooling.CLS else ""
+        )
 
     def units(
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None

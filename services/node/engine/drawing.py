@@ -80,10 +80,12 @@ def pooled(
         if row.pooling is None:
             found.append(())
             continue
-        first = end - 1 if row.pooling is Pooling.LAST else start
-        states = model.network.states(unit, hidden, range(first, end)).float()
+        used = range(start, end)
+        if row.pooling is not Pooling.MEAN:
+            used = used[:1] if row.pooling is Pooling.CLS else used[-1:]
+        states = model.network.states(unit, hidden, used).float()
         try:
-            vector = states[-1] if row.pooling is Pooling.LAST else model.sums.add(row, states)
+            vector = model.sums.add(row, states) if row.pooling is Pooling.MEAN else states[0]
         except Conflict as error:
             found.append((Drawn(None, error=error),))
             continue

@@ -31,16 +31,10 @@ from services.node.engine.copies import to_device
 from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form, Linear
 from services.node.engine.sampling import largest_ids
-from services.node.engine.weights import BlockTensors
+from services.node.engine.weights import BlockTensors, Norm
 from shared.errors import BadInput
 from shared.layout import BlockSpec
 from shared.vision import CHANNELS
-
-
-@dataclass(frozen=True, slots=True)
-class Norm:
-    weight: torch.Tensor
-    bias: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +91,27 @@ class EncoderTensors(BlockTensors):
             torch.cat((positions[1:], token)),
         )
 
-    def _norm(self, name: str) -> Norm:
-        return Norm(self._joined([name + ".weight"]), self._joined([name + ".bias"]))
-
 
 class Encoder:
     """The parts that all steps of a model share."""
 
+    keeps_kv = False
+
     def __init__(self, config: VitConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
-        self.whole = config.context_length
+        self.positions = config.context_length
+        """Of every image."""
         # Made once: making a GPU tensor from numbers of the host waits for the GPU.
         self._mean = torch.tensor(config.image.mean, device=device)
         self._std = torch.tensor(config.image.std, device=device)
+
+    def refusal(self, row: Row) -> str:
+        if (row.position, row.count) == (0, self.positions):
+            return ""
+        return (
+            f"{row.count} positions from {row.position} on; expected all {self.positions} of an "
+            f"image"
+        )
 
     def units(
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
@@ -126,7 +128,7 @@ class Encoder:
             if len(row.image) != nbytes:
                 why = f"an image of {nbytes} bytes is due, not of {len(row.image)}"
                 raise RowsRefused((row.sequence,), BadInput(f"sequence {row.sequence}: {why}"))
-        shape = (len(rows), self.whole, self.config.hidden_size)
+        shape = (len(rows), self.positions, self.config.hidden_size)
         embedded = torch.empty(shape, dtype=self.dtype, device=self.device)
         for row, hidden in zip(rows, embedded, strict=True):
             hidden[:-1] = unit.projection(self._patches(row.image))
@@ -185,8 +187,7 @@ class EncoderStep:
         bell: Bell | None = None,
     ) -> int:
         """Runs the first block's layers. Updates hidden [rows, hidden_size]; kv stays empty."""
-        whole = self._encoder.whole
-        images = hidden.view(self._images, whole, -1)
+        images = hidden.view(self._images, self._encoder.positions, -1)
         for layer in next(iter(blocks)):
             for some in torch.split(images, self._together):
                 self._run(layer, some)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from services.node.checkpoints.architecture import read_config
+from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
 from services.node.engine import kernels
 from services.node.engine.base import Context, SequenceKey, Weights
@@ -19,6 +20,7 @@ from services.node.engine.model import Model, Network
 from services.node.engine.processors import Processor, Processors
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
+from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.memory.shelf import Shelf
@@ -85,8 +87,11 @@ class TorchEngine:
         dtype = check_manifest(manifest, config)
         network: Network
         graphs = None
-        if isinstance(config, VitConfig):
-            network = Encoder(config, dtype, self._device)
+        if not isinstance(config, ModelConfig):
+            if isinstance(config, VitConfig):
+                network = Encoder(config, dtype, self._device)
+            else:
+                network = TextEncoder(config, dtype, self._device)
             self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None

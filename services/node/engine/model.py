@@ -35,7 +35,8 @@ class Step(Protocol):
 
 
 class Network(Protocol):
-    """A model as the sweep runs it: the decoder or the encoder. Each has its own kinds of units."""
+    """A model as the sweep runs it: a decoder, or an encoder of images or texts. Each has its own
+    kinds of units."""
 
     @property
     def config(self) -> AnyConfig: ...
@@ -47,9 +48,12 @@ class Network(Protocol):
     def device(self) -> torch.device: ...
 
     @property
-    def whole(self) -> int:
-        """The number of positions of every sequence, if a sequence runs whole in one row and keeps
-        no KV. 0: any number of positions, in any rows."""
+    def keeps_kv(self) -> bool:
+        """Whether a sequence may come in several rows, because the KV of its positions is kept.
+        False: attention goes both ways, and a sequence runs whole, in one row."""
+
+    def refusal(self, row: Row) -> str:
+        """Why a row of this model cannot be run on any stage; empty if it can."""
 
     def units(
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
@@ -92,7 +96,7 @@ class Model:
         )
 
     def layers_with_kv(self, start: int, stop: int) -> range:
-        return range(0) if self.network.whole else self.layers(start, stop)
+        return self.layers(start, stop) if self.network.keeps_kv else range(0)
 
     def layer_units(self, block: int) -> tuple[Any, ...]:
         units, first = self.blocks[block], self.manifest.blocks[block].first_unit

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from services.node.checkpoints.vit_config import VitConfig
 from services.node.engine.base import Row, RowsRefused, Score, SequenceKey, StagePart
 from services.node.engine.copies import to_device
 from services.node.engine.kv import KvCache, KvSequence
@@ -25,19 +26,16 @@ def check_part(part: StagePart, model_id: ModelId, model: Model, kv: KvCache, at
         raise NotFound(f"blocks {missing} of model {model_id} are not held here")
     stage = (model_id, (part.start, part.stop))
     ends: dict[SequenceKey, int] = {}
-    whole, vocab_size = model.network.whole, model.manifest.config.get("vocab_size", 0)
+    config = model.network.config
+    # The positions of an image have the token 0.
+    vocab_size = 1 if isinstance(config, VitConfig) else config.vocab_size
     for row in part.rows:
         _check_row(row, stage, kv.find(row.sequence), ends)
-        if whole and (row.position, row.count) != (0, whole):
-            why = BadInput(
-                f"sequence {row.sequence}: {row.count} positions from {row.position} on; "
-                f"expected all {whole} of an image"
-            )
-            raise RowsRefused((row.sequence,), why)
-        if not whole:
-            _check_ids(row, vocab_size)
+        _check_ids(row, vocab_size)
         if row.score is not None:
             _check_score(row, row.score, vocab_size)
+        if why := model.network.refusal(row):
+            raise RowsRefused((row.sequence,), BadInput(f"sequence {row.sequence}: {why}"))
 
 
 def _check_row(

@@ -21,6 +21,7 @@ from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvSequence
 from services.node.engine.model import Network
 from services.node.engine.sampling import sample
+from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.weights import HeadUnit, LayerUnit
 from shared.ids import ModelId
 from shared.messages.serving import Sampling
@@ -30,6 +31,8 @@ BATCHES = (*((n, 1) for n in (1, 2, 4, 8, 16, 32, 64)), (1, 64), (1, 512))
 prefills."""
 
 IMAGES = (1, 2, 4, 8)
+TEXTS = ((1, 16), (8, 64), (1, 512))
+"""(texts, positions of each)."""
 RANDOM = Sampling(temperature=1.0, top_k=50, top_p=0.9, min_p=0.01)
 """A sampling that uses every cut."""
 
@@ -40,6 +43,8 @@ def warm_up(network: Network) -> Iterator[None]:
         yield from _warm_up_decoder(network)
     elif isinstance(network, Encoder):
         yield from _warm_up_encoder(network)
+    elif isinstance(network, TextEncoder):
+        yield from _warm_up_text_encoder(network)
 
 
 def _warm_up_decoder(decoder: Decoder) -> Iterator[None]:
@@ -63,6 +68,14 @@ def _warm_up_encoder(encoder: Encoder) -> Iterator[None]:
     patches, layer, head = (_without_weights(encoder, unit) for unit in (0, 1, last))
     for images in IMAGES:
         _run_encoder(encoder, patches, layer, head, images)
+        yield
+
+
+def _warm_up_text_encoder(encoder: TextEncoder) -> Iterator[None]:
+    last = encoder.config.n_units - 1
+    words, layer, norm = (_without_weights(encoder, unit) for unit in (0, 1, last))
+    for texts, positions in TEXTS:
+        _run_text_encoder(encoder, words, layer, norm, texts, positions)
         yield
 
 
@@ -95,7 +108,7 @@ def _run_head(decoder: Decoder, head: HeadUnit, sequences: int) -> None:
 
 @torch.inference_mode()
 def _run_encoder(encoder: Encoder, patches: Any, layer: Any, head: Any, images: int) -> None:
-    positions = encoder.whole
+    positions = encoder.positions
     image = bytes(encoder.config.image.nbytes)
     rows = [Row(SequenceKey(""), 0, positions, positions, image=image)] * images
     hidden = encoder.embed(patches, rows)
@@ -103,6 +116,19 @@ def _run_encoder(encoder: Encoder, patches: Any, layer: Any, head: Any, images: 
     encoder.step(spans).run(0, ((layer,),), hidden, hidden.new_empty(0))
     logits = encoder.head(head, hidden, range(positions - 1, len(hidden), positions))
     sample(logits, [Draw(0, Sampling())] * images)
+
+
+@torch.inference_mode()
+def _run_text_encoder(
+    encoder: TextEncoder, words: Any, layer: Any, norm: Any, texts: int, positions: int
+) -> None:
+    positions = min(positions, encoder.config.context_length)
+    row = Row(SequenceKey(""), 0, positions, positions, (0,) * positions)
+    hidden = encoder.embed(words, [row] * texts)
+    encoder.step([_span(positions, range(0))] * texts).run(
+        0, ((layer,),), hidden, hidden.new_empty(0)
+    )
+    encoder.states(norm, hidden, range(len(hidden)))
 
 
 def _span(positions: int, pages: range) -> Span:

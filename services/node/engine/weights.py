@@ -57,6 +57,14 @@ class LayerUnit:
 
 
 @dataclass(frozen=True, slots=True)
+class Norm:
+    """A layer norm (Ba et al. 2016)."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class HeadUnit:
     norm: torch.Tensor
     head: Linear
@@ -139,6 +147,9 @@ class BlockTensors:
 
     def _formed(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         return linear(weight, bias, self._form, self._pages)
+
+    def _norm(self, name: str) -> Norm:
+        return Norm(self._joined([name + ".weight"]), self._joined([name + ".bias"]))
 
     def _joined(self, names: Sequence[str]) -> torch.Tensor:
         """Joins tensors that are applied to the same input: fewer and larger products.

@@ -19,6 +19,7 @@ from shared.messages import Ok
 from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Task, Tier
 from shared.messages.scaling import ImportModel
 from shared.threads import to_its_end
+from shared.vectors import is_encoder
 from shared.vision import is_classifier
 
 REGISTRY_TIMEOUT_S = 2.0
@@ -237,6 +238,7 @@ class Library:
             max_instances=message.max_instances,
             chunk_bytes=imported.manifest.chunk_bytes,
             task=Task.CLASSIFY if is_classifier(imported.manifest.config) else Task.TEXT,
+            embeds=is_encoder(imported.manifest.config),
         )
 
 

@@ -13,6 +13,7 @@ from services.node.keeper.link import KeeperLink
 from services.node.parts import AnyWorker
 from shared.containment import is_containable
 from shared.ids import ModelId
+from shared.vectors import is_encoder
 from shared.vision import is_classifier
 
 ENGINE = "engine"
@@ -62,7 +63,9 @@ class Opening:
     async def attach(self, hosted: Hosted, block: int) -> None:
         """Has the engine run a block that is held."""
         await self._worker.attach(hosted.model, block, hosted.space.block(block))
-        if not hosted.residency.runnable and not is_classifier(hosted.manifest.config):
+        config = hosted.manifest.config
+        generates = not (is_classifier(config) or is_encoder(config))
+        if generates and not hosted.residency.runnable:
             # Not before the first block has come: nothing may hold up the first reads of a plan,
             # and nothing is generated without a block.
             work = self._bring_tokenizer(hosted.model)

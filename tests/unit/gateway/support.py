@@ -314,7 +314,12 @@ class Cluster(Recorder):
         await self.changed()
 
     async def store_model(
-        self, files: dict[str, bytes] | None = None, name: ModelName = NAME, **changes: Any
+        self,
+        files: dict[str, bytes] | None = None,
+        name: ModelName = NAME,
+        *,
+        embeds: bool = False,
+        **changes: Any,
     ) -> ModelRecord:
         objects = await self.bus.objects()
         config = {"vocab_size": VOCAB, "eos_token_id": EOS_ID, **changes}
@@ -330,6 +335,7 @@ class Cluster(Recorder):
             block_bytes=(1, 1, 1, 1),
             context_length=CONTEXT,
             created_ns=5_000_000_000,
+            embeds=embeds,
         )
         self.records = (*self.records, record)
         return record

@@ -1,6 +1,7 @@
 """Vectors of texts over HTTP."""
 
 import base64
+import json
 import struct
 from typing import Any
 
@@ -143,12 +144,31 @@ async def test_the_model_says_how_it_pools(
 async def test_a_pooling_that_is_not_supported_is_refused(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
-    await serve(cluster, {"pooling.json": b'{"pooling_mode_cls_token": true}'}, OTHER)
+    await serve(cluster, {"pooling.json": b'{"pooling_mode_max_tokens": true}'}, OTHER)
     ask = {**ASK, "model": OTHER}
     status, answer = await post(http, ask, "embeddings")
     assert (status, answer["error"]["param"]) == (400, "model")
     status, _ = await post(http, {**ask, "pooling": "last"}, "embeddings")
     assert status == 200
+
+
+@pytest.mark.parametrize("normalized", [True, False])
+async def test_the_model_says_whether_vectors_are_normalized(
+    cluster: Cluster, http: aiohttp.ClientSession, normalized: bool
+) -> None:
+    kinds = ["Pooling", *["Normalize"] * normalized]
+    modules = [{"type": f"sentence_transformers.models.{kind}"} for kind in kinds]
+    await serve(cluster, {"modules.json": json.dumps(modules).encode()}, OTHER)
+    ask = {**ASK, "model": OTHER, "input": [7]}
+    plain, length_one = [7, 1, 0, 2], pytest.approx([n / 54**0.5 for n in (7, 1, 0, 2)])
+    for given, expected in ((None, normalized), (True, True), (False, False)):
+        _, answer = await post(http, {**ask, "normalize": given}, "embeddings")
+        assert numbers(answer) == [length_one if expected else plain]
+
+
+async def test_the_first_state_of_a_decoder_is_refused(http: aiohttp.ClientSession) -> None:
+    status, answer = await post(http, {**ASK, "pooling": "cls"}, "embeddings")
+    assert (status, answer["error"]["param"]) == (400, "pooling")
 
 
 async def test_a_vector_may_be_cut_if_the_model_says_so(
@@ -177,7 +197,7 @@ async def test_a_vector_may_be_cut_if_the_model_says_so(
         ({"dimensions": 0}, "dimensions"),
         ({"encoding_format": "int8"}, "encoding_format"),
         ({"stream": True}, "stream"),
-        ({"pooling": "cls"}, "pooling"),
+        ({"pooling": "max"}, "pooling"),
     ],
 )
 async def test_what_does_not_fit_is_refused_by_name(

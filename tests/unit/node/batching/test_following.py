@@ -197,7 +197,7 @@ def test_a_followed_sequence_takes_no_step_that_its_table_lacks(step: FollowedSt
 
 
 def test_a_led_sequence_takes_no_step_that_its_table_lacks() -> None:
-    sequence = Sequence.of(submit("r", WHOLE), 0)
+    sequence = Sequence.of(submit("r", WHOLE), 0, keeps_kv=True)
     with pytest.raises(IllegalTransition, match="new -> running"):
         sequence.to(LedState.RUNNING)
     sequence.to(LedState.WAITING)

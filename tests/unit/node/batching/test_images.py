@@ -28,7 +28,7 @@ def picture(name: str, path: tuple[Stage, ...], size: int) -> Submit:
 
 
 def test_images_go_whole_and_end_with_their_class() -> None:
-    core = batcher(step_tokens=4)
+    core = batcher(step_tokens=4, kv=FakeKv(without={MODEL}))
     queue(core, *(picture(name, WHOLE, 3) for name in "abc"), picture("large", WHOLE, 9))
     steps = []
     for _ in range(2):
@@ -43,7 +43,7 @@ def test_images_go_whole_and_end_with_their_class() -> None:
 
 def test_an_image_waits_for_its_turn_beside_other_paths() -> None:
     """A lane that found no budget keeps its age, and goes first in the next step."""
-    core = batcher(step_tokens=4)
+    core = batcher(step_tokens=4, kv=FakeKv(without={MODEL}))
     queue(core, picture("a", WHOLE, 6), picture("b", TWO, 6))
     assert rows(take(core)) == [("b#1", 0, 6)]
     queue(core, picture("c", TWO, 6))
@@ -51,13 +51,13 @@ def test_an_image_waits_for_its_turn_beside_other_paths() -> None:
 
 
 def test_an_image_waits_for_no_kv() -> None:
-    core = batcher(kv=FakeKv(kv_capacity=32, kv_used=32))
+    core = batcher(kv=FakeKv(kv_capacity=32, kv_used=32, without={MODEL}))
     queue(core, picture("a", WHOLE, 3))
     assert rows(take(core)) == [("a#1", 0, 3)]
 
 
 def test_an_image_needs_no_kv_cache_at_all() -> None:
-    core = batcher(kv=FakeKv(kv_capacity=0))
+    core = batcher(kv=FakeKv(kv_capacity=0, without={MODEL}))
     queue(core, picture("a", WHOLE, 3))
     assert rows(take(core)) == [("a#1", 0, 3)]
 

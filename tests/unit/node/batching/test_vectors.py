@@ -28,6 +28,7 @@ from tests.unit.node.batching.builders import (
 
 PROMPT = tuple(range(10, 16))
 MEAN = submit("r", WHOLE, prompt=PROMPT, max_tokens=1, pooling=Pooling.MEAN)
+CLS = msgspec.structs.replace(MEAN, pooling=Pooling.CLS)
 LAST = msgspec.structs.replace(MEAN, pooling=Pooling.LAST)
 
 
@@ -69,6 +70,18 @@ def test_only_the_beginning_of_a_prompt_that_is_not_averaged_is_looked_for_in_th
     queue(core, MEAN, msgspec.structs.replace(LAST, request=RequestId("s")))
     take(core)
     assert kv.asked == {"r#1": (), "s#1": PROMPT}
+
+
+def test_a_text_of_an_encoder_goes_whole_and_keeps_nothing() -> None:
+    kv = FakeKv(kv_capacity=0, without={MODEL})
+    core = batcher(step_tokens=4, kv=kv)
+    queue(core, CLS, msgspec.structs.replace(CLS, request=RequestId("s")))
+    for name in ("r#1", "s#1"):
+        work = take(core)
+        assert (rows(work), pooled(work)) == ([(name, 0, 6)], [Pooling.CLS])
+        assert said(land(core, work))[0].vector == b"1234"
+    assert kv.asked == {"r#1": (), "s#1": ()}
+    assert core.running == 0
 
 
 def test_a_row_without_its_vector_ends_its_request() -> None:

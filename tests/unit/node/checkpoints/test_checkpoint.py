@@ -70,8 +70,10 @@ def test_a_separate_chat_template_comes_along(own: Path) -> None:
 
 def test_what_sentence_transformers_say_of_pooling_comes_along(own: Path) -> None:
     (own / "1_Pooling").mkdir()
-    (own / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
-    assert open_checkpoint(own).files["pooling.json"] == b'{"pooling_mode_mean_tokens":true}'
+    for mode in ("mean", "max"):  # the second cannot be followed, and the model is for text as well
+        said = f'{{"pooling_mode_{mode}_tokens": true}}'
+        (own / "1_Pooling" / "config.json").write_text(said)
+        assert open_checkpoint(own).files["pooling.json"] == said.encode()
     (own / "1_Pooling" / "config.json").write_text("[]")
     refusal(own, CorruptCheckpoint, "1_Pooling/config.json")
 

@@ -22,7 +22,7 @@ from tests.unit.node.engine.models import Model, make_model
 LONG = tuple((7 * i + i // 5) % 96 for i in range(150))
 PROMPTS = ((3,), (9, 8, 7), LONG[:40], LONG)
 CLOSE = 1e-4
-both = pytest.mark.parametrize("pooling", list(Pooling))
+both = pytest.mark.parametrize("pooling", [Pooling.LAST, Pooling.MEAN])
 
 
 def torch_engine(kv_tokens: int) -> Engine:
