@@ -50,6 +50,7 @@ class RealParts:
                 step_floor_s=config.step_floor_s,
                 cpu_weights=config.cpu_weights,
                 shelf=shelf,
+                kept_bytes=config.arena_bytes,
             ),
             device=device,
             slots=config.slots,

@@ -55,13 +55,15 @@ class TorchEngine:
         cpu_weights: Form = "packed",
         capture: "Capture | None" = None,
         shelf: Shelf | None = None,
+        kept_bytes: int = 0,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
         `threads`: 0 takes torch's default. `step_floor_s`: the least seconds of a sweep through a
         whole model (see NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how
         decode steps are
         recorded; None lets the device decide. Given on a CPU, it makes the kernels for GPUs run
-        there, in Triton's interpreter. `shelf`: for packed weights. Make the engine on the thread
+        there, in Triton's interpreter. `shelf`: for packed weights. `kept_bytes`: the packed
+        weights of so many bytes are kept while their blocks are away. Make the engine on the thread
         that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
@@ -74,7 +76,7 @@ class TorchEngine:
             check_form(cpu_weights)
             if cpu_weights != "stored":
                 compiled = kernels.load()  # compile them now, before a model waits for them
-        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled)
+        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
         self._kv = KvCache(kv, self._device)
         self._models: dict[ModelId, Model] = {}
         if threads:
@@ -169,7 +171,7 @@ class TorchEngine:
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
         if not asleep:
-            self._packed.drop(model_id)
+            self._packed.leave(model_id)
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

@@ -105,34 +105,54 @@ class TakenAgain:
 class PackedBlocks:
     """The memories of packed blocks: from the shelf where they are there, and onto it.
 
-    The packed weights of a model that sleeps in the arena stay: they take no more memory than was
-    set aside for them (budget.py), and the model wakes without packing anything.
+    Memory for the packed weights of a full arena is set aside (budget.py). So those of a model that
+    sleeps in the arena stay, and it wakes without packing anything. Those of a model that has left
+    the arena stay, too, until others need the memory: its blocks often come back from the host
+    cache, and are the same.
     """
 
-    def __init__(self, shelf: Shelf, form: Form, compiled: kernels.Kernels | None) -> None:
-        """`compiled`: what packs weights here; None: nothing does."""
+    def __init__(
+        self, shelf: Shelf, form: Form, compiled: kernels.Kernels | None, most: int = 0
+    ) -> None:
+        """`compiled`: what packs weights here; None: nothing does. `most`: packed weights are kept
+        of blocks of so many bytes, as long as some of these have left the arena."""
         self._shelf = shelf
         self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
+        self._most = most
         self._taken: dict[tuple[ModelId, int], list[torch.Tensor]] = {}
+        self._sizes: dict[tuple[ModelId, int], int] = {}
+        """Bytes of each of these blocks in the arena."""
+        self._gone: dict[ModelId, None] = {}
+        """Models that have left the arena, the first to leave first."""
 
     @contextmanager
     def of(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
         """Pages for the packed weights of a block of so many bytes. In the context they are
         taken and filled."""
         key = model, block
+        self._gone.pop(model, None)
         if key in self._taken:
             yield TakenAgain(self._taken[key])
             return
+        self._make_room(nbytes)
         with self._pages(model, block, nbytes) as pages:
             taken = Taken(pages)
             yield taken
-        self._taken[key] = taken.tensors
+        self._taken[key], self._sizes[key] = taken.tensors, nbytes
 
-    def drop(self, model: ModelId) -> None:
+    def leave(self, model: ModelId) -> None:
         """The model's bytes leave the arena."""
-        for key in [key for key in self._taken if key[0] == model]:
-            del self._taken[key]
-        self._shelf.drop(model)
+        self._gone.pop(model, None)
+        self._gone[model] = None
+        self._make_room(0)
+
+    def _make_room(self, nbytes: int) -> None:
+        while self._gone and sum(self._sizes.values()) + nbytes > self._most:
+            model = next(iter(self._gone))
+            del self._gone[model]
+            for key in [key for key in self._taken if key[0] == model]:
+                del self._taken[key], self._sizes[key]
+            self._shelf.drop(model)
 
     @contextmanager
     def _pages(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:

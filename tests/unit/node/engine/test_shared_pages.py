@@ -46,10 +46,10 @@ def keeper() -> Iterator[Keeper]:
         keeper.drop(name)
 
 
-def packed(shelf: Shelf, form: Form = "packed", version: str = "") -> PackedBlocks:
+def packed(shelf: Shelf, form: Form = "packed", version: str = "", most: int = 0) -> PackedBlocks:
     compiled = kernels.load()
     assert compiled is not None
-    blocks = PackedBlocks(shelf, form, compiled)
+    blocks = PackedBlocks(shelf, form, compiled, most)
     blocks._made += version
     return blocks
 
@@ -125,9 +125,35 @@ def test_what_stays_in_the_arena_is_packed_once(keeper: Keeper) -> None:
         assert filled
         assert torch.equal(first, again)
         assert not attach(blocks, OTHER)[1]
-        blocks.drop(MODEL)
+        blocks.leave(MODEL)
         assert not attach(blocks)[1]
         assert attach(blocks, OTHER)[1]
+
+
+def test_what_has_left_the_arena_stays_packed_until_its_room_is_needed(keeper: Keeper) -> None:
+    for shelf in (Shelf(), keeper.shelf()):
+        blocks = packed(shelf, most=2 * LEAST)
+        first, _ = attach(blocks)
+        attach(blocks, OTHER)
+        blocks.leave(MODEL)
+        again, filled = attach(blocks)
+        assert filled
+        assert torch.equal(first, again)
+        blocks.leave(MODEL)
+        blocks.leave(OTHER)
+        assert not attach(blocks, ModelId("m3"))[1]  # takes the room of the first to leave
+        assert attach(blocks, OTHER)[1]
+        assert not attach(blocks)[1]
+
+
+def test_nothing_that_is_gone_stays_beside_a_full_arena(keeper: Keeper) -> None:
+    needs_huge_pages()
+    blocks = packed(keeper.shelf(), most=LEAST)
+    attach(blocks)
+    attach(blocks, OTHER)  # more than `most`, and both are in the arena
+    assert len(keeper.held) == 2
+    blocks.leave(MODEL)
+    assert list(keeper.held) == ["packed m2 0"]
 
 
 def test_without_a_keeper_or_huge_pages_nothing_is_shared(
