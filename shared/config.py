@@ -223,6 +223,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """The most tokens that a step proposes for a sequence, from what its prompt and answer said
     before, and checks at once. Answers that repeat take fewer steps, and get the same tokens. Under
     load there are no proposals. 0: never."""
+    kv_moves: Literal["auto", "always", "never"] = "auto"
+    """Whether a sequence that moves here brings its KV along. auto: if that takes less time than to
+    compute it, by what the node has measured."""
     threads: Size = 0
     """Number of torch's threads. 0: torch's default."""
     link_bytes_per_s: Size = 0

@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
+from services.node.core.kv import KvMover
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.moving.data_plane import fetch
@@ -47,6 +48,7 @@ class ModelledDataPlane:
         self._outboxes = Outboxes(self._transport, self._spawn, listener)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.address = self._transport.address
+        self.kv: KvMover | None = None
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()

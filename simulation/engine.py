@@ -30,8 +30,9 @@ from services.node.engine.base import (
 )
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv import KvCache, KvSequence
+from services.node.engine.kv_loan import KvLoan
 from services.node.execution.activations import DTYPES
-from shared.errors import BadInput, Conflict, NotFound
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 from simulation.hardware import Hardware
@@ -188,6 +189,23 @@ class ModelledEngine:
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
     ) -> int:
         return 0
+
+    def receive(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        raise CapacityExceeded("no KV comes from other nodes here")
+
+    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
+        raise NotFound(f"no KV of {key} has come")
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 0
+
+    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
+        raise NotFound(f"there is no KV of sequence {key} to be copied")
+
+    def give_back(self, loan: KvLoan) -> None:
+        """Nothing is ever lent."""
 
     @property
     def kv_used(self) -> int:

@@ -12,6 +12,7 @@ from typing import Protocol, Self
 
 from services.node.checkpoints.reading import Outcome, Wanted
 from services.node.checkpoints.store import Imported
+from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.residency import PlanId
 from services.node.core.watchdog import Pulse
@@ -60,6 +61,13 @@ class WorkerListener(Protocol):
 
     def emit(self, gateway: GatewayId, tokens: Tokens) -> None: ...
 
+    @property
+    def kv(self) -> KvMover | None:
+        """Moves KV to and from other nodes; None: KV is computed everywhere."""
+
+    def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
+        """Whether to copy KV takes less time than to compute it."""
+
     def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         """A sweep is over: the share of the model's blocks that it ran, the mean of the tokens in
         them, and how long that took."""
@@ -69,6 +77,9 @@ class AnyDataPlane(Protocol):
     """Moves blocks and stage messages. `services.node.moving.data_plane.DataPlane` says how."""
 
     address: str
+
+    @property
+    def kv(self) -> KvMover | None: ...
 
     async def __aenter__(self) -> Self: ...
     async def __aexit__(

@@ -59,6 +59,8 @@ class RealParts:
             send=listener.send,
             emit=listener.emit,
             ran=listener.ran,
+            kv_mover=lambda: listener.kv,
+            worth=listener.worth,
         )
 
     def data_plane(

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
+from services.node.core.handover import is_worth
 from services.node.core.profile import Profiler
 from services.node.core.told import Telling
 from services.node.core.watchdog import LOOK_S, Watchdog
@@ -48,6 +49,7 @@ from shared.messages.pool import (
     NodeInfo,
     NodeJoined,
     NodeStatus,
+    Profile,
     ReportStatus,
 )
 from shared.messages.scaling import (
@@ -110,6 +112,8 @@ class NodeService(Service):
         """Whether the next status has to say everything."""
         self._telling = Telling()
         self._profiler = Profiler()
+        self._profile = Profile()
+        """What it had measured when it last reported it."""
         self.node = NodeId(config.id)
         directory = Path(config.data_dir).absolute()
         self._keeper = KeeperLink(directory, self.node, keep_s)
@@ -252,6 +256,12 @@ class NodeService(Service):
 
     def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None:
         self._tokens.put_nowait((gateway, tokens))
+
+    def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
+        config = self._config
+        if config.kv_moves == "auto":
+            return is_worth(self._profile, config.link_bytes_per_s, model, positions, nbytes)
+        return config.kv_moves == "always"
 
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._profiler.ran(model, share, tokens, seconds)
@@ -512,6 +522,7 @@ class NodeService(Service):
         told = self._telling.next(self.holdings(), whole=self._status_whole)
         cause, self._status_cause, self._status_whole = self._status_cause, "", False
         disk_free, disk_bytes = self._library.room()
+        self._profile = self._profiler.profile()
         return NodeStatus(
             cause=cause,
             node=self.info.node,
@@ -521,7 +532,7 @@ class NodeService(Service):
             arena_free=self._hosting.arena_free,
             holdings=told.holdings,
             dropped=told.dropped,
-            profile=self._profiler.profile(),
+            profile=self._profile,
             peers=self._peers.by_way(),
             disk_bytes=disk_bytes,
             disk_free=disk_free,

@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import Any, Protocol
 
+from services.node.core.kv import KvMover
 from services.node.moving.events import Arrival, PlaneListener, PullFailure
 from services.node.moving.mover import block_of
 from services.node.parts import AnyDataPlane, AnyWorker, WorkerListener
@@ -23,6 +24,9 @@ class Control(Protocol):
     """What a node does on its control loop. An error is logged, and ends only the call."""
 
     def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None: ...
+    def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
+        """Called on the engine's thread."""
+
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None: ...
     def block_landed(self, landed: Arrival | PullFailure) -> None: ...
     def bytes_sent(self, began: float, ended: float, nbytes: int) -> None: ...
@@ -59,6 +63,13 @@ class Threads(WorkerListener, PlaneListener):
 
     def emit(self, gateway: GatewayId, tokens: Tokens) -> None:
         self._call(self._control.tokens_came, gateway, tokens)
+
+    @property
+    def kv(self) -> KvMover | None:
+        return self.data.kv
+
+    def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
+        return self._control.worth(model, positions, nbytes)
 
     def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._call(self._control.swept, model, share, tokens, seconds)

@@ -177,6 +177,8 @@ class NodeStatus(Message, frozen=True, kw_only=True, tag="node_status"):
     """Tokens with which sequences began that this node leads."""
     cached_tokens: int = 0
     """How many of `prompt_tokens` had their KV in the prefix cache."""
+    received_tokens: int = 0
+    """Tokens whose KV came from another node."""
     preemptions: int = 0
     """How often a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0

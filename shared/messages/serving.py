@@ -95,6 +95,10 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """The attempt that this one is to take over from. It goes on until it is cancelled, so that
     nothing is lost if the answer to this message is. All other attempts of the request end. 0: all
     of them do."""
+    kv_from: tuple[Stage, ...] = ()
+    """The path of the attempt that this one takes over from. The node may copy the KV from there
+    instead of computing it anew. Ok then comes once it has done so, or has given it up, and the
+    attempt before has ended if the KV came."""
     gateway: GatewayId
     model_id: ModelId
     instance: InstanceId

@@ -13,21 +13,30 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.node.core.batching import Batcher
-from services.node.core.kv import PAGE, whole_pages
+from services.node.core.kv import PAGE, movable, whole_pages
 from services.node.core.microbatches import (
     Admit,
     Admitted,
+    Bring,
     Command,
     Emit,
     Failed,
     Failure,
+    KvAsk,
+    KvDone,
+    KvHere,
+    Lend,
     Part,
     Prepare,
     Release,
+    Return,
     Send,
+    Settled,
     StageMessage,
+    Yield,
+    Yielded,
 )
-from services.node.core.rows import Row, SequenceKey
+from services.node.core.rows import Row, SequenceKey, attempt_of, request_of
 from services.node.core.sequences import limit_of, sequence_key
 from shared.errors import CapacityExceeded, StaleEpoch, TransportTimeout
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
@@ -81,6 +90,10 @@ class CheckedEngine:
     preempted: int = 0
     averaged: dict[str, int] = field(default_factory=dict)
     """How many positions of each sequence."""
+    filled: dict[str, set[int]] = field(default_factory=dict)
+    """Blocks for which a sequence's KV has come from other nodes."""
+    moved: int = 0
+    """How many sequences go on with KV from other nodes."""
 
     @property
     def kv_used(self) -> int:
@@ -103,6 +116,24 @@ class CheckedEngine:
             self.made.add(key)
             self.kv[key] = (found, found, limit)
         return found
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 1
+
+    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+        assert key not in self.made, "KV made twice"
+        end = movable(len(tokens))
+        if self.kv_used + end > self.kv_capacity:
+            raise CapacityExceeded("full")
+        self.made.add(key)
+        self.kv[key] = (end, end, limit)
+        self.filled[key] = set()
+        return 0
+
+    def received(self, key: str, tokens: tuple[int, ...]) -> None:
+        assert self.filled[key] == set(range(BLOCKS)), "blocks without KV"
+        assert self.kv[key][1] == len(tokens)
+        self.moved += 1
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True
@@ -190,6 +221,9 @@ class Node:
     sweep: Sweep | None = None
     released: set[str] = field(default_factory=set)
     preparing: list[Prepare] = field(default_factory=list)
+    bringing: list[Bring] = field(default_factory=list)
+    unsettled: set[str] = field(default_factory=set)
+    """Sequences that wait for KV."""
     ruled: set[str] = field(default_factory=set)
     """Sequences whose grammars are made."""
 
@@ -204,7 +238,12 @@ class Network:
         self.nodes = {
             name: Node(
                 Batcher(
-                    NodeId(name), slots=SLOTS, step_tokens=STEP_TOKENS, speculation=3, kv=engine
+                    NodeId(name),
+                    slots=SLOTS,
+                    step_tokens=STEP_TOKENS,
+                    speculation=3,
+                    kv=engine,
+                    worth=lambda *_: True,
                 ),
                 engine,
             )
@@ -213,6 +252,8 @@ class Network:
         self.links: dict[tuple[str, str], deque[StageMessage | None]] = {}
         """(from, to) -> messages under way; None: word that the connection broke."""
         self.dead: set[str] = set()
+        self.generated: dict[str, list[int]] = {}
+        """What each attempt has generated, with the tokens that it began with."""
         self.open: dict[str, Submit] = {}
         """Accepted attempts that have not ended, by sequence key."""
         self.next_index: dict[str, int] = {}
@@ -245,6 +286,9 @@ class Network:
             or s.attempt == message.takes_over
         }
         self.open[key] = message
+        self.generated[key] = list(message.tokens[message.prompt_tokens :])
+        if self.nodes[node].batcher.takes_kv(key):
+            self.nodes[node].unsettled.add(key)
         unscored = message.prompt_tokens - message.score_from if message.score_from else 0
         self.next_index[key] = len(message.tokens) - message.prompt_tokens - unscored
         self.do(node, commands)
@@ -262,7 +306,10 @@ class Network:
         if message is None:
             self.do(target, batcher.peer_lost(f"mem://{sender}", Failure("peer_lost", sender)))
         else:
+            led = isinstance(message, Yield) and self.leads(target, message.sequence)
             commands = batcher.received(message)
+            if isinstance(message, Yield) and led and not self.leads(target, message.sequence):
+                del self.open[message.sequence]
             if isinstance(message, Admit):
                 self.check_answer(target, message, commands)
             self.do(target, commands)
@@ -275,6 +322,20 @@ class Network:
             if not failure:
                 node.ruled.add(key)
             self.do(name, node.batcher.prepared(key, failure))
+
+    def leads(self, name: str, key: str) -> bool:
+        return any(attempt_of(s.key) == key for s in self.nodes[name].batcher._leader.sequences())
+
+    def bring(self, name: str, *, right: bool = True) -> None:
+        """KV has come, or cannot be had."""
+        node = self.nodes[name]
+        command = node.bringing.pop(0)
+        if right and command.sequence in node.engine.filled:
+            node.engine.filled[command.sequence] |= set(range(*command.blocks))
+        self.do(name, node.batcher.brought(command, right=right))
+
+    def late(self, name: str, key: str) -> None:
+        self.do(name, self.nodes[name].batcher.late(key))
 
     def begin(self, name: str) -> bool:
         """Begins a sweep; whether there was anything for it."""
@@ -345,12 +406,28 @@ class Network:
                 node.preparing.append(command)
             elif isinstance(command, Emit):
                 self.emitted(command.what)
+            elif isinstance(command, Lend):
+                self.lend(name, command)
+            elif isinstance(command, Bring):
+                node.bringing.append(command)
+            elif isinstance(command, Settled):
+                node.unsettled.remove(command.sequence)
+            elif isinstance(command, Return):
+                assert command.region
             else:
                 self.sent(name, command)
 
+    def lend(self, name: str, command: Lend) -> None:
+        ask = command.ask
+        stays = self.nodes[name].engine.kv[ask.sequence][0]
+        assert ask.end <= stays, "KV is lent that is not there"
+        here = KvHere(ask.taker, ask.stage, f"kv of {ask.sequence}")
+        self.sent(name, Send(ask.to, here, cause=command.cause))
+
     def sent(self, name: str, command: Send) -> None:
         target = command.address.removeprefix("mem://")
-        assert target != name
+        moves = isinstance(command.message, KvAsk | KvHere | KvDone | Yield | Yielded)
+        assert moves or target != name
         if target in self.dead:
             self.links.setdefault((target, name), deque()).append(None)
         else:
@@ -379,6 +456,7 @@ class Network:
             return
         assert what.token == token_after(message.prompt_tokens + what.index - 1, limit_of(message))
         self.next_index[key] += 1
+        self.generated[key].append(what.token)
         stopped = what.token in message.stop_ids
         length = what.index + 1 == message.max_tokens
         assert what.finish == ("stop" if stopped else "length" if length else "")
@@ -418,6 +496,15 @@ class Network:
         if sweep.parts and parts:
             assert sum(part.positions for part in (*sweep.parts, *parts)) <= STEP_TOKENS
 
+    def movable(self) -> list[str]:
+        """Attempts that have generated something here, and still may."""
+        return [
+            key
+            for key, submit in self.open.items()
+            if not submit.pooling
+            and submit.prompt_tokens + len(self.generated[key]) > len(submit.tokens)
+        ]
+
     def live_links(self) -> list[tuple[str, str]]:
         return [link for link, queue in self.links.items() if queue and link[1] not in self.dead]
 
@@ -434,6 +521,9 @@ class Network:
             for name in self.live_nodes():
                 while self.nodes[name].preparing:
                     self.prepare(name)
+                    moved = True
+                while self.nodes[name].bringing:
+                    self.bring(name)
                     moved = True
                 while self.nodes[name].sweep is not None:
                     self.advance(name)
@@ -464,7 +554,7 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
         stages=draw.draw(st.sampled_from(network.paths)),
         tokens=tuple(range(prompt + so_far)),
         prompt_tokens=prompt,
-        max_tokens=so_far + draw.draw(st.integers(1, 20)),
+        max_tokens=so_far + draw.draw(st.integers(1, 40)),
         stop_ids=draw.draw(st.sampled_from([(), (STOP_ID,)])),
         sampling=Sampling(logprobs=0 if score_from else None),
         rules=draw.draw(st.sampled_from([None, None, LogitRules(grammar="g")])),
@@ -484,6 +574,24 @@ def a_submit(network: Network, draw: st.DataObject) -> Submit:
     return last[request]
 
 
+def a_move(network: Network, draw: st.DataObject) -> Submit:
+    """An attempt that takes a running one over, with its KV."""
+    key = draw.draw(st.sampled_from(sorted(network.movable())))
+    before = network.open[key]
+    known = network.generated[key]
+    moved = msgspec.structs.replace(
+        before,
+        attempt=network.last[before.request].attempt + 1,
+        takes_over=before.attempt,
+        kv_from=before.stages,
+        stages=draw.draw(st.sampled_from([*PATHS[:2], *network.paths])),
+        tokens=(*before.tokens[: before.prompt_tokens], *known),
+        score_from=before.prompt_tokens if before.score_from else 0,
+    )
+    network.last[before.request] = moved
+    return moved
+
+
 def happen(network: Network, draw: st.DataObject) -> None:
     """One thing, of those that can happen now."""
     live = network.live_nodes()
@@ -493,6 +601,10 @@ def happen(network: Network, draw: st.DataObject) -> None:
     choices += [("advance", name) for name in live if network.nodes[name].sweep is not None] * 2
     choices += [("prepare", name) for name in live if network.nodes[name].preparing]
     choices += [("cancel", key) for key in network.open]
+    choices += [("bring", name) for name in live if network.nodes[name].bringing] * 2
+    if draw.draw(st.integers(0, 9)) == 0:
+        choices += [("late", key) for name in live for key in network.nodes[name].unsettled]
+    choices += [("move", "")] * 2 if network.movable() else []
     if len(live) > 1 and draw.draw(st.integers(0, 12)) == 0:
         choices += [("break", (live[0], live[-1])), ("kill", live[-1])] * 5
     match draw.draw(st.sampled_from(choices)):
@@ -509,6 +621,12 @@ def happen(network: Network, draw: st.DataObject) -> None:
             network.prepare(name, bad)
         case ("cancel", str(key)):
             network.cancel(key)
+        case ("bring", str(name)):
+            network.bring(name, right=draw.draw(st.integers(0, 4)) > 0)
+        case ("late", str(key)):
+            network.late(network.open[key].stages[0].node, key)
+        case ("move", _):
+            network.submit(a_move(network, draw))
         case ("break", (str(one), str(other))):
             network.break_link(one, other)
         case ("kill", str(name)):
@@ -552,3 +670,61 @@ def test_without_losses_every_attempt_ends_with_its_last_token(data: st.DataObje
     network.settle()
     assert not network.open
     assert not network.failed
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data())
+def test_what_runs_moves_with_its_kv_and_no_token_is_lost(data: st.DataObject) -> None:
+    network = Network(dict.fromkeys(NODES, 1000), data.draw(SOME_PATHS))
+    for index in range(data.draw(st.integers(1, 3))):
+        first = Submit(
+            request=RequestId(f"r{index}"),
+            attempt=1,
+            gateway=GatewayId("g"),
+            model_id=MODELS[0],
+            instance=InstanceId("i"),
+            stages=data.draw(st.sampled_from(network.paths)),
+            tokens=tuple(range(data.draw(st.integers(15, 40)))),
+            prompt_tokens=15,
+            max_tokens=60,
+            stop_ids=(),
+            sampling=Sampling(),
+            rules=data.draw(st.sampled_from([None, LogitRules(grammar="g")])),
+        )
+        network.last[first.request] = first
+        network.submit(first)
+    for _ in range(data.draw(st.integers(20, 60))):
+        for link in network.live_links():
+            network.deliver(link)
+        for name in NODES:
+            while network.nodes[name].preparing:
+                network.prepare(name)
+            if network.nodes[name].sweep is None:
+                network.begin(name)
+            else:
+                network.advance(name)
+    for _ in range(data.draw(st.integers(10, 150))):
+        if network.movable() and data.draw(st.integers(0, 9)) == 0:
+            network.submit(a_move(network, data))
+        choices = [("deliver", link) for link in network.live_links()]
+        choices += [("step", (name, name)) for name in NODES]
+        what, (sender, name) = data.draw(st.sampled_from(choices))
+        node = network.nodes[name]
+        if what == "deliver":
+            network.deliver((sender, name))
+        elif node.preparing:
+            network.prepare(name)
+        elif node.bringing:
+            network.bring(name)
+        elif node.sweep is None:
+            network.begin(name)
+        else:
+            network.advance(name)
+    network.settle()
+    assert not network.open
+    assert not network.failed
+    for node in network.nodes.values():
+        assert not node.engine.kv
+        assert not node.unsettled
+    whole = [key for key, tokens in network.generated.items() if len(tokens) == 60]
+    assert {request_of(key) for key in whole} == set(network.last), "a last token never came"

@@ -17,7 +17,7 @@ from services.node.core import microbatches
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Part
 from services.node.core.sequences import Sequence
-from shared.errors import BusTimeout, LambdaScaleError
+from shared.errors import BusTimeout, CapacityExceeded, LambdaScaleError
 from shared.ids import GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Scores, Submit, Token, Tokens
@@ -71,6 +71,15 @@ class AmpleKv:
 
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         return 0
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 0
+
+    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+        raise CapacityExceeded("no KV is moved here")
+
+    def received(self, key: str, tokens: tuple[int, ...]) -> None:
+        raise AssertionError("no KV was moved here")
 
 
 @dataclass

@@ -23,6 +23,7 @@ from services.node.engine.base import (
     StagePart,
     Weights,
 )
+from services.node.engine.kv_loan import KvLoan
 from shared.errors import BadInput, CapacityExceeded, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId
 from shared.layout import BlockSpec, Manifest
@@ -254,6 +255,23 @@ class HashEngine:
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
     ) -> int:
         return 0
+
+    def receive(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        raise CapacityExceeded("no KV comes from other nodes here")
+
+    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
+        raise NotFound(f"no KV of {key} has come")
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 0
+
+    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
+        raise NotFound(f"there is no KV of sequence {key} to be copied")
+
+    def give_back(self, loan: KvLoan) -> None:
+        """Nothing is ever lent."""
 
     @property
     def kv_used(self) -> int:

@@ -27,6 +27,7 @@ async def a_request_in_every_mode(
         "LAMBDASCALE_NODE_LOCAL_BYTES_PER_S": "200000",
         "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
         "LAMBDASCALE_NODE_SLOTS": "4",
+        "LAMBDASCALE_NODE_KV_MOVES": "always",  # copying takes longer than to compute so little
         "LAMBDASCALE_NODE_SPECULATION": "0",  # with it answers end before the blocks come
         "LAMBDASCALE_PLANNER_IDLE_S": "600",
     }
@@ -57,6 +58,10 @@ async def over_a_growing_path(up: Running) -> None:
     await up.until(lambda: complete(up), "the event's end")
     assert any(token.stages == 2 for token in up.watch.partial_tokens)
     assert await up.moved() > 0
+    await up.until(
+        lambda: any(status.received_tokens for status in up.statuses.values()),
+        "a request that moves with its KV",
+    )
 
 
 def complete(up: Running) -> bool:

@@ -113,6 +113,7 @@ class Attempts:
             request=request.id,
             attempt=move.attempt if move else request.attempt,
             takes_over=request.attempt if move else 0,
+            kv_from=self.route(request).instance.stages if move and request.has_token else (),
             gateway=gateway,
             model_id=request.model_id,
             instance=route.instance.id,

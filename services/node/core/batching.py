@@ -25,11 +25,13 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from services.node.core.following import Follower
+from services.node.core.handover import Worth, lend, secret_of
 from services.node.core.kv import Kv
 from services.node.core.leading import Leader
 from services.node.core.microbatches import (
     Admit,
     Admitted,
+    Bring,
     Command,
     Failed,
     Failure,
@@ -37,11 +39,17 @@ from services.node.core.microbatches import (
     Free,
     Handled,
     Hidden,
+    KvAsk,
+    KvDone,
+    KvHere,
     Part,
     Path,
+    Return,
     Sampled,
     Send,
     StageMessage,
+    Yield,
+    Yielded,
 )
 from services.node.core.room import Claim, Room
 from services.node.core.rows import SequenceKey
@@ -54,20 +62,33 @@ from shared.messages.serving import Cancel, Logprobs, Submit
 GROW_AFTER = 100
 """Steps become smaller when the engine has no memory. They grow again whenever this many parts have
 run."""
-STOP, BUG, GRAMMAR = "stop", "bug", "grammar"
+STOP, BUG, GRAMMAR, LATE = "stop", "bug", "grammar", "late KV"
 """Causes of commands that no message and no batch caused."""
 
 
 class Batcher:
     def __init__(
-        self, node: NodeId, *, slots: int, step_tokens: int, speculation: int = 0, kv: Kv
+        self,
+        node: NodeId,
+        *,
+        slots: int,
+        step_tokens: int,
+        speculation: int = 0,
+        kv: Kv,
+        worth: Worth = lambda model_id, positions, nbytes: False,
     ) -> None:
-        """`speculation`: the most tokens that are proposed for a sequence in a step."""
+        """`speculation`: the most tokens that are proposed for a sequence in a step. `worth`: when
+        KV is copied from another node."""
         self._handled = Handled()
         self._kv = kv
         self._room = Room(node, slots, kv, self._claims)
         self._leader = Leader(
-            node, speculation=speculation, kv=kv, room=self._room, handled=self._handled
+            node,
+            speculation=speculation,
+            kv=kv,
+            room=self._room,
+            handled=self._handled,
+            worth=worth,
         )
         self._follower = Follower(node, kv, self._room, self._handled)
         self._step_tokens = self._most_tokens = step_tokens
@@ -109,6 +130,16 @@ class Batcher:
                 return self._leader.sampled(message, self._tick())
             case Free():
                 return self._follower.free(message)
+            case KvAsk():
+                return [self._lend(message)]
+            case KvHere():
+                return self._leader.kv_here(message)
+            case KvDone(region):
+                return [Return(region, cause=self._handled.cause)]
+            case Yield():
+                return self._leader.yield_up(message)
+            case Yielded():
+                return self._leader.yielded(message)
             case Failed(sequences, code, text):
                 return self._leader.failed(sequences, Failure(code, text))
             case _:
@@ -121,6 +152,32 @@ class Batcher:
         if key in self._leader.preparing:
             return self._leader.prepared(key, failure)
         return self._follower.prepared(key, failure, self._tick())
+
+    def brought(self, bring: Bring, *, right: bool) -> list[Command]:
+        """KV has come from another node, or could not be had."""
+        self._handled.cause = bring.cause
+        done = Send(bring.address, KvDone(bring.here.region), cause=bring.cause)
+        return [done, *self._leader.kv_brought(bring, right=right)]
+
+    def takes_kv(self, key: SequenceKey) -> bool:
+        """Whether the sequence waits for KV of other nodes."""
+        return self._leader.takings.has(key)
+
+    def late(self, key: SequenceKey) -> list[Command]:
+        """The sequence waits for KV of other nodes no longer."""
+        self._handled.cause = LATE
+        return self._leader.take_over(key)
+
+    def _lend(self, ask: KvAsk) -> Command:
+        cause = self._handled.cause
+        led = self._leader.attempt(ask.sequence)
+        if led and led.position >= ask.end:
+            ask = msgspec.structs.replace(ask, sequence=led.key)
+            return lend(ask, led.path, 0, secret_of(led.submit), cause)
+        followed = self._follower.sequences.get(ask.sequence)
+        if followed and followed.ran >= ask.end:
+            return lend(ask, followed.path, followed.stage, followed.secret, cause)
+        return lend(ask, None, 0, b"", cause)
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         self._handled.cause = f"loss of {address}"
@@ -211,6 +268,8 @@ class Batcher:
         """The engine has no pages for the part: the sequence of its model that began last gives its
         pages back. A sequence that its model's share takes waits for those of other models."""
         self._handled.cause = _batch_of(part)
+        if taking := self._leader.takings.newest_of(part.model_id):
+            return self._leader.take_over(taking)
         everybody = [s for s in self._leader.running.values() if s.started and s.keeps_kv]
         led = [s for s in everybody if s.path.model_id == part.model_id]
         followed = self._follower.with_kv(part.model_id)
@@ -253,6 +312,10 @@ class Batcher:
     @property
     def cached_tokens(self) -> int:
         return self._leader.cached_tokens
+
+    @property
+    def received_tokens(self) -> int:
+        return self._leader.received_tokens
 
     @property
     def tokens_proposed(self) -> int:

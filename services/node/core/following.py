@@ -88,6 +88,8 @@ class Followed:
     """Positions that were run here."""
     alone_until: int = 0
     """See `Submit.alone_until`."""
+    secret: bytes = b""
+    """See `Admit.secret`."""
     waits: bool = False
     state: State = State.READY
 
@@ -145,6 +147,7 @@ class Follower:
             keeps_kv,
             tick,
             alone_until=message.alone_until,
+            secret=message.secret,
         )
         try:
             self._room.check(followed)

@@ -1,6 +1,6 @@
 """The scheduler's view of the KV cache of its node's engine."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from services.node.core.rows import SequenceKey
@@ -17,6 +17,50 @@ def pages_of(positions: int) -> int:
 def whole_pages(positions: int) -> int:
     """The positions of all the pages that `positions` positions need."""
     return pages_of(positions) * PAGE
+
+
+class KvPages(Protocol):
+    """Whole pages of one sequence's KV that are copied to another node, or from there. `read` and
+    `fill` may be called on any thread, and raise NotFound once the pages are gone."""
+
+    @property
+    def nbytes(self) -> int:
+        """The size of the copy."""
+
+    def read(self, image: memoryview) -> None:
+        """Copies the pages into `image`."""
+
+    def fill(self, image: memoryview) -> None:
+        """Copies the pages out of `image`."""
+
+
+class KvMover(Protocol):
+    """Copies KV between nodes. Implemented by the data plane. Nothing here blocks. Each callback is
+    called once, on a thread of the data plane's."""
+
+    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
+        """Makes a copy of the pages readable by peers. `lent` gets the name of its region, and its
+        digest; no name if that was not possible."""
+
+    def bring(
+        self,
+        address: str,
+        region: str,
+        digest: bytes,
+        pages: KvPages,
+        brought: Callable[[bool], None],
+    ) -> None:
+        """Fills the pages with such a copy of a peer. `brought` is told whether that worked."""
+
+    def end(self, region: str) -> None:
+        """Nobody reads the copy any more. Unknown regions are ignored."""
+
+
+def movable(tokens: int) -> int:
+    """Of a sequence with `tokens` known tokens, the positions whose KV can be taken over from
+    another node: whole pages. The last token was drawn after all positions before it had been run;
+    whether its own position was run is not known."""
+    return (tokens - 1) // PAGE * PAGE
 
 
 class Kv(Protocol):
@@ -54,3 +98,16 @@ class Kv(Protocol):
         """Starts a sequence, which must be run whole on this node, with the KV of the longest
         cached beginning of `tokens`, but never of all of them. Returns the number of its positions.
         0: nothing is cached, and the sequence is not known yet."""
+
+    def receive(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        """Starts a sequence like `adopt`, with pages for all that can come of another node's KV:
+        `movable(len(tokens))` positions. Returns how many of them are cached here.
+        CapacityExceeded: there are too few pages, and the sequence is not known."""
+
+    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
+        """The KV of `tokens`, the tokens of these positions, has come."""
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        """Bytes of the KV of one position in the whole model."""

@@ -31,26 +31,32 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import replace
 from itertools import zip_longest
 
+from services.node.core.handover import Takings, Worth, secret_of
 from services.node.core.kv import Kv
 from services.node.core.microbatches import (
     Admit,
     Admitted,
+    Bring,
     Command,
     Emit,
     Failure,
     Finish,
     Handled,
+    KvHere,
     Part,
     Path,
     Prepare,
     Release,
     Sampled,
     Send,
+    Settled,
+    Yield,
+    Yielded,
     frees,
 )
 from services.node.core.recent import Recent
 from services.node.core.room import Room
-from services.node.core.rows import SequenceKey
+from services.node.core.rows import SequenceKey, attempt_of
 from services.node.core.sequences import Lane, Sequence, State
 from services.node.core.wellformed import END, wrong_rules, wrong_sampling
 from shared.errors import BadInput, NotFound, StaleEpoch, TransportTimeout
@@ -70,7 +76,14 @@ ASKING = -1
 
 class Leader:
     def __init__(
-        self, node: NodeId, *, speculation: int, kv: Kv, room: Room, handled: Handled
+        self,
+        node: NodeId,
+        *,
+        speculation: int,
+        kv: Kv,
+        room: Room,
+        handled: Handled,
+        worth: Worth,
     ) -> None:
         self._node = node
         self._handled = handled
@@ -82,6 +95,8 @@ class Leader:
         other stages were asked for room, which run once all have it."""
         self.waiting: deque[Sequence] = deque()
         """Sequences that this node runs alone, and that it has no KV for yet."""
+        self.takings = Takings(kv, room, handled, worth)
+        """What `preparing` sequences take over."""
         self._short = False
         """Whether some waited for KV at the last step."""
         self.running: dict[SequenceKey, Sequence] = {}
@@ -93,6 +108,8 @@ class Leader:
         preempted."""
         self.cached_tokens = 0
         """How many of `prompt_tokens` had cached KV."""
+        self.received_tokens = 0
+        """Tokens whose KV came from another node."""
         self.proposed = 0
         """Tokens that were proposed and run."""
         self.accepted = 0
@@ -129,7 +146,14 @@ class Leader:
         over = [s for s in older if s.submit.attempt != submit.takes_over]
         self._room.check(sequence, [s.key for s in over])
         self._attempts[submit.request] = submit.attempt
-        return self.end(over, None) + self._prepare(sequence)
+        return self.end(over, None) + self._take_in(sequence)
+
+    def _take_in(self, sequence: Sequence) -> list[Command]:
+        commands = self.takings.begin(sequence)
+        if commands is None:
+            return self._prepare(sequence)
+        self._to_prepare(sequence)
+        return commands
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
         newest = self._attempts.get(request)
@@ -160,9 +184,13 @@ class Leader:
         others = list(enumerate(sequence.path.stages))[1:]
         sequence.unanswered = {stage for stage, _ in others}
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
-        alone_until, cause = sequence.submit.alone_until, self._handled.cause
+        alone_until, secret = sequence.submit.alone_until, secret_of(sequence.submit)
         return [
-            Send(each.address, Admit(path, stage, key, tokens, limit, alone_until), cause=cause)
+            Send(
+                each.address,
+                Admit(path, stage, key, tokens, limit, alone_until, secret),
+                cause=self._handled.cause,
+            )
             for stage, each in others
         ]
 
@@ -184,7 +212,8 @@ class Leader:
         return []
 
     def _to_prepare(self, sequence: Sequence) -> None:
-        sequence.to(State.PREPARING)
+        if sequence.state is not State.PREPARING:  # its KV may have come before
+            sequence.to(State.PREPARING)
         self.preparing[sequence.key] = sequence
 
     def _wait(self, sequence: Sequence) -> None:
@@ -200,6 +229,11 @@ class Leader:
         short: dict[ModelId, int] = {}
         for sequence in tuple(self.waiting):
             model_id = sequence.submit.model_id
+            if sequence.received:
+                self.waiting.remove(sequence)
+                sequence.position, sequence.received = sequence.received, 0
+                self._begin(sequence, tick)
+                continue
             if model_id in short or sequence.kv_soon > self._room.free_kv(model_id):
                 short[model_id] = short.get(model_id, 0) + sequence.kv_soon
                 continue
@@ -225,6 +259,54 @@ class Leader:
         self.running[sequence.key] = sequence
         lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
         lane.sequences[sequence.key] = sequence
+
+    # --- KV that comes from other nodes, and goes there: see `handover` ------
+
+    def kv_here(self, message: KvHere) -> list[Command]:
+        commands = self.takings.here(message)
+        return self.take_over(message.taker) if commands is None else commands
+
+    def kv_brought(self, bring: Bring, *, right: bool) -> list[Command]:
+        return self.takings.brought(bring) if right else self.take_over(bring.sequence)
+
+    def yielded(self, message: Yielded) -> list[Command]:
+        return self.take_over(message.taker, message.generated)
+
+    def take_over(self, key: SequenceKey, generated: tuple[int, ...] = ()) -> list[Command]:
+        """Goes on with what has come of the sequence's KV: all of it or nothing. `generated`: what
+        its request has generated. The gateway gets the new tokens from here too, because what comes
+        next could overtake those of the old leader."""
+        received, cause = self.takings.end(key), self._handled.cause
+        if received is None:
+            return []
+        sequence = self.preparing.pop(key)
+        sequence.received = received
+        self.received_tokens += received
+        commands: list[Command] = []
+        if not received:
+            commands.append(Release((key,), cause=cause))
+            sequence.rename()
+        submit = sequence.submit
+        for index in sequence.learn(generated):
+            token = sequence.tokens[submit.prompt_tokens + index]
+            known = Token(submit.request, submit.attempt, index, token)
+            commands.append(Emit(submit.gateway, known, cause=cause))
+        return [*commands, *self._prepare(sequence), Settled(key, cause=cause)]
+
+    def attempt(self, key: SequenceKey) -> Sequence | None:
+        """The running sequence that had this key first."""
+        return next((s for s in self.running.values() if attempt_of(s.key) == key), None)
+
+    def yield_up(self, message: Yield) -> list[Command]:
+        """Another node has the sequence's KV: it ends here."""
+        generated: tuple[int, ...] = ()
+        commands: list[Command] = []
+        sequence = self.attempt(message.sequence)
+        if sequence and message.secret == secret_of(sequence.submit):
+            generated = tuple(sequence.tokens[sequence.submit.prompt_tokens :])
+            commands = self.end([sequence], None)
+        answer = Yielded(message.taker, generated)
+        return [*commands, Send(message.to, answer, cause=self._handled.cause)]
 
     def propose(self, part: Part, spare: int) -> Part:
         """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
@@ -292,7 +374,8 @@ class Leader:
         return self.end([s for s in self.sequences() if s.key in keys], failure)
 
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
-        return self.end([s for s in self.sequences() if s.path.goes_through(address)], failure)
+        ended = self.end([s for s in self.sequences() if s.path.goes_through(address)], failure)
+        return ended + [c for key in self.takings.through(address) for c in self.take_over(key)]
 
     def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
         return self.end([s for s in self.sequences() if s.submit.model_id == model_id], failure)
@@ -310,8 +393,11 @@ class Leader:
         for sequence in sequences:
             sequence.to(State.OVER)
             self._remove(sequence)
-            if sequence.started or sequence.grammar:
+            takes = self.takings.end(sequence.key) is not None
+            if sequence.started or sequence.grammar or sequence.received or takes:
                 released.append(sequence.key)
+            if takes:
+                told.append(Settled(sequence.key, cause=cause))
             elsewhere += [(address, sequence.key) for address in sequence.path.followers]
             if failure:
                 submit = sequence.submit
@@ -403,7 +489,8 @@ def _taken(
     commands: list[Command] = []
     finish = Finish.NOT_YET
     for token, its in zip_longest(drawn, logprobs[: len(drawn)]):
-        cached = sequence.cached if len(sequence.tokens) == len(submit.tokens) else 0
+        first = not sequence.preempted and len(sequence.tokens) == sequence.prompt
+        cached = sequence.cached if first else 0
         index, finish = sequence.append(token)
         out = Token(submit.request, submit.attempt, index, token, finish.value, its, cached)
         commands.append(Emit(submit.gateway, out, cause=cause))

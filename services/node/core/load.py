@@ -21,6 +21,8 @@ class WorkerLoad:
     """Tokens with which sequences began that are led here, since the start."""
     cached_tokens: int = 0
     """How many of `prompt_tokens` had their KV in the prefix cache."""
+    received_tokens: int = 0
+    """Tokens whose KV came from another node."""
     preemptions: int = 0
     """How often since the start a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0

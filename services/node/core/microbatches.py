@@ -1,9 +1,10 @@
 """Micro-batches: what the stages of a path tell each other, and what the scheduler asks of its
 shell.
 
-`Admit`, `Admitted`, `Forward`, `Sampled`, `Free` and `Failed` cross between nodes
-(`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare` and `Emit`
-are commands of the scheduler; each names its cause, and a message carries that of its `Send` along.
+`Admit`, `Admitted`, `Forward`, `Sampled`, `Free`, `Failed` and the messages about KV that moves
+(`services.node.core.handover`) cross between nodes (`services.node.execution.activations` has their
+wire form). `Send`, `Release`, `Prepare`, `Lend`, `Bring`, `Return`, `Settled` and `Emit` are
+commands of the scheduler; each names its cause, and a message carries that of its `Send` along.
 The scheduler passes hidden states on and never looks inside.
 """
 
@@ -69,6 +70,9 @@ class Admit(StageMessage, frozen=True, tag="admit"):
     """The most positions that it will ever have."""
     alone_until: int = 0
     """See `Submit.alone_until`."""
+    secret: bytes = b""
+    """Who takes this stage's KV over names it: see `services.node.core.handover`. Empty: nobody
+    can."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -138,6 +142,80 @@ class Failed(StageMessage, frozen=True, tag="failed"):
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
         return self.sequences
+
+
+class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
+    """New leader -> each stage of the path that a sequence leaves: lend me its KV. Answered with
+    KvHere."""
+
+    sequence: SequenceKey
+    """On the path that it leaves."""
+    secret: bytes
+    stage: int
+    """Of that path."""
+    start: int
+    stop: int
+    """The blocks of that stage."""
+    first: int
+    end: int
+    """The positions, first <= position < end: whole pages."""
+    to: str
+    """The new leader's address."""
+    taker: SequenceKey
+    """The sequence there."""
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.sequence,)
+
+
+class KvHere(StageMessage, frozen=True, tag="kv_here"):
+    """Stage -> new leader: the KV lies in this region, to be read once."""
+
+    taker: SequenceKey
+    stage: int
+    region: str = ""
+    """Empty: this stage does not have it."""
+    form: str = ""
+    """What its bytes mean."""
+    digest: bytes = b""
+    """BLAKE3."""
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.taker,)
+
+
+class KvDone(StageMessage, frozen=True, tag="kv_done"):
+    """New leader -> stage: the region was read, or is not wanted any more."""
+
+    region: str
+
+
+class Yield(StageMessage, frozen=True, tag="yield"):
+    """New leader -> leader of the path that a sequence leaves: the KV is here, so end it there.
+    Answered with Yielded."""
+
+    sequence: SequenceKey
+    secret: bytes
+    to: str
+    taker: SequenceKey
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.sequence,)
+
+
+class Yielded(StageMessage, frozen=True, tag="yielded"):
+    """The sequence is over here."""
+
+    taker: SequenceKey
+    generated: tuple[int, ...]
+    """All tokens that its request has generated."""
+
+    @property
+    def keys(self) -> tuple[SequenceKey, ...]:
+        return (self.taker,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,6 +307,41 @@ class Prepare(_Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Lend(_Command):
+    """Make a copy of the KV that is asked for readable by the asking node, and tell it."""
+
+    ask: KvAsk
+
+
+@dataclass(frozen=True, slots=True)
+class Bring(_Command):
+    """Read KV of another node's sequence into the pages of this one, and say when that is done."""
+
+    sequence: SequenceKey
+    stage: int
+    blocks: tuple[int, int]
+    """The stage's blocks (start, stop)."""
+    positions: tuple[int, int]
+    """(first, end)"""
+    address: str
+    here: KvHere
+
+
+@dataclass(frozen=True, slots=True)
+class Return(_Command):
+    """Nobody reads this region any more."""
+
+    region: str
+
+
+@dataclass(frozen=True, slots=True)
+class Settled(_Command):
+    """Whether the sequence takes KV over is settled: it runs, waits for its turn, or is over."""
+
+    sequence: SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
 class Emit(_Command):
     """Send this to a gateway."""
 
@@ -236,7 +349,7 @@ class Emit(_Command):
     what: Token | AttemptFailed | Scores
 
 
-Command = Send | Release | Prepare | Emit
+Command = Send | Release | Prepare | Lend | Bring | Return | Settled | Emit
 
 
 class Finish(enum.Enum):

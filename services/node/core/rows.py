@@ -6,12 +6,17 @@ import msgspec
 from shared.messages.serving import LogitRules, Pooling, Sampling
 
 SequenceKey = str
-"""The name of a sequence on every stage of its path: `<request>#<attempt>`, with `~<n>` once it was
-preempted n times. So messages that were under way before are told apart."""
+"""The name of a sequence on every stage of its path: `<request>#<attempt>`, with `~<n>` once it
+began anew n times. So messages that were under way before are told apart."""
 
 
 def request_of(key: SequenceKey) -> str:
     return key.partition("#")[0]
+
+
+def attempt_of(key: SequenceKey) -> str:
+    """The key that the sequence had first."""
+    return key.partition("~")[0]
 
 
 class Context(msgspec.Struct, frozen=True):

@@ -79,11 +79,15 @@ class Sequence:
     """When it first began to run, in the scheduler's ticks; 0 if it has not."""
     preempted: int = 0
     """How often it was preempted."""
+    begun: int = 0
+    """How often it began anew, under another key."""
     ready: int = 0
     """When it last became ready."""
     position: int = 0
     cached: int = 0
-    """Tokens whose KV was cached when it first began to run."""
+    """Tokens whose KV was cached, or came from another node, when it first began to run."""
+    received: int = 0
+    """Positions whose KV came from another node. It has not begun to run yet."""
     flight: int | None = None
     """The micro-batch that it is in."""
     row: Row | None = None
@@ -240,9 +244,25 @@ class Sequence:
         """All its KV is gone: it begins anew with the tokens so far, under another key."""
         self.to(State.NEW)
         self.preempted += 1
-        self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.preempted}"
-        self.prompt, self.position = len(self.tokens), 0
+        self.rename()
+        self.prompt, self.position, self.received = len(self.tokens), 0, 0
         self.flight, self.row = None, None
+
+    def rename(self) -> None:
+        """What was said about it so far is not meant for it any more."""
+        self.begun += 1
+        self.key = f"{sequence_key(self.submit.request, self.submit.attempt)}~{self.begun}"
+
+    def learn(self, generated: tuple[int, ...]) -> range:
+        """Takes over what its request has generated elsewhere. Returns the indices of the tokens
+        that are new here. Tokens that do not continue those known here change nothing."""
+        known = len(self.tokens) - self.submit.prompt_tokens
+        fits = known <= len(generated) < self.submit.max_tokens
+        if not fits or list(generated[:known]) != self.tokens[self.submit.prompt_tokens :]:
+            return range(0)
+        self.tokens += generated[known:]
+        self.prompt = len(self.tokens)
+        return range(known, len(generated))
 
     def append(self, token: int) -> tuple[int, Finish]:
         """Takes the drawn token, and returns (its index, how the request ended)."""

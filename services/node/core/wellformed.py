@@ -17,9 +17,14 @@ from services.node.core.microbatches import (
     Failed,
     Forward,
     Free,
+    KvAsk,
+    KvDone,
+    KvHere,
     Path,
     Sampled,
     StageMessage,
+    Yield,
+    Yielded,
 )
 from services.node.core.rows import Context, Draw, Row, Score
 from shared.errors import ProtocolViolation
@@ -44,6 +49,15 @@ def check(message: StageMessage) -> None:
             _check_sampled(message)
         case Free() | Failed():
             _check_keys(message.sequences)
+        case KvAsk():
+            _check_keys(message.keys)
+            _check_ask(message)
+        case KvHere() | Yield() | Yielded():
+            _check_keys(message.keys)
+            if isinstance(message, Yielded):
+                _check_ids(message.generated)
+        case KvDone():
+            pass
         case _:
             raise _malformed(f"an unexpected {type(message).__name__}")
 
@@ -101,6 +115,13 @@ def _check_admit(message: Admit) -> None:
     _check_keys(message.keys)
     if not 0 < message.tokens <= message.limit < END:
         raise _malformed(f"{message.tokens} tokens of {message.limit}")
+
+
+def _check_ask(ask: KvAsk) -> None:
+    if not 0 <= ask.stage < END or not 0 <= ask.start < ask.stop < END:
+        raise _malformed(f"KV of blocks {ask.start} to {ask.stop}, stage {ask.stage}")
+    if not 0 <= ask.first < ask.end < END:
+        raise _malformed(f"KV of positions {ask.first} to {ask.end}")
 
 
 def _check_path(path: Path, stage: int) -> None:

@@ -9,6 +9,7 @@ import torch
 from services.node.core.kv import Kv
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.engine.bell import Bell
+from services.node.engine.kv_loan import KvLoan
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -150,6 +151,14 @@ class Engine(Kv, Protocol):
 
     def begin(self, model_id: ModelId) -> Sweep:
         """A new sweep without parts. To give a sweep up, drop it."""
+
+    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
+        """The KV of positions first <= position < stop in these blocks (start, stop), to be copied
+        from or to. It stays where it is until it is given back, even if the sequence is freed.
+        NotFound: the sequence does not have it."""
+
+    def give_back(self, loan: KvLoan) -> None:
+        """The loan is over: nobody copies from or to it any more."""
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         """Forgets sequences and frees their pages. Unknown sequences are ignored."""

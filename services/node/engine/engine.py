@@ -9,12 +9,14 @@ import torch
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
+from services.node.core.kv import PAGE, movable
 from services.node.engine import kernels
 from services.node.engine.base import Context, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
+from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network
 from services.node.engine.processors import Processor, Processors
@@ -24,7 +26,7 @@ from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.memory.shelf import Shelf
-from shared.errors import ConfigError, Conflict, NotFound
+from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -172,6 +174,38 @@ class TorchEngine:
         self._models.pop(model_id, None)
         if not asleep:
             self._packed.leave(model_id)
+
+    def receive(
+        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+    ) -> int:
+        blocks = (0, self._model(model_id).manifest.n_blocks)
+        layers = self._model(model_id).layers_with_kv(*blocks)
+        sequence = self._kv.start(model_id, blocks, layers, key, limit)
+        found = self._kv.adopt(sequence, tokens)
+        try:
+            self._kv.extend(sequence, movable(len(tokens)) - found)
+        except CapacityExceeded:
+            self._kv.free((key,))
+            raise
+        return found
+
+    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
+        if sequence := self._kv.find(key):
+            self._kv.keep(sequence, tokens[sequence.known * PAGE :])
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return self._kv.position_bytes(model_id)
+
+    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
+        sequence = self._kv.find(key)
+        if sequence is None:
+            raise NotFound(f"there is no KV of sequence {key}")
+        layers = self._model(sequence.model_id).layers_with_kv(*blocks)
+        return self._kv.lend(key, layers, first, stop)
+
+    def give_back(self, loan: KvLoan) -> None:
+        loan.end()
+        self._kv.give_back(loan)
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int

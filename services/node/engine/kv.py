@@ -27,6 +27,7 @@ from services.node.core.kv import PAGE, pages_of
 from services.node.core.kv_slabs import NOTHING, Slabs
 from services.node.engine.base import SequenceKey
 from services.node.engine.budget import KvBudget
+from services.node.engine.kv_loan import KvLoan
 from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
@@ -89,7 +90,10 @@ class _Model:
     page_bytes: int
     """The bytes of a page in all layers. 0: the model keeps no KV."""
     erased: bool
+    form: str
+    """What the bytes of its pages mean."""
     views: dict[range, torch.Tensor] = field(default_factory=dict)
+    loans: set[KvLoan] = field(default_factory=set)
 
 
 class KvCache:
@@ -175,7 +179,7 @@ class KvCache:
         piece = PAGE * 2 * n_kv_heads * head_dim * dtype.itemsize
         if not piece:
             nothing = torch.empty((n_layers, 0, 2, 0, 0), dtype=dtype, device=self._device)
-            self._models[model_id] = _Model(nothing, Pages(0, lambda _: 0), 0, erased)
+            self._models[model_id] = _Model(nothing, Pages(0, lambda _: 0), 0, erased, "")
             return
         if self._memory is None:
             self._lay_out(n_layers * piece)
@@ -197,7 +201,8 @@ class KvCache:
             (layer, slot, n_kv_heads * head_dim, head_dim, 1),
         )
         pages = Pages(per_slab, lambda slab: -(-slab * self._slab_bytes // piece))
-        self._models[model_id] = _Model(tensor, pages, n_layers * piece, erased)
+        form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}"
+        self._models[model_id] = _Model(tensor, pages, n_layers * piece, erased, form)
 
     def _lay_out(self, page: int) -> None:
         """Takes the memory. `page`: bytes of a page of the first model."""
@@ -217,6 +222,10 @@ class KvCache:
 
     def close_model(self, model_id: ModelId) -> None:
         self.free(tuple(s.key for s in self._sequences.values() if s.model_id == model_id))
+        if model := self._models.get(model_id):
+            for loan in tuple(model.loans):
+                loan.end()
+                self.give_back(loan)
         self._models.pop(model_id, None)
         self._slabs.close(model_id)
         if not any(model.page_bytes for model in self._models.values()):
@@ -267,6 +276,37 @@ class KvCache:
             sequence.known, sequence.digest = sequence.known + 1, digest
             sequence.length += PAGE
         return sequence.length
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        """Bytes of one position in all layers."""
+        model = self._models.get(model_id)
+        return model.page_bytes // PAGE if model else 0
+
+    def lend(self, key: SequenceKey, layers: range, first: int, stop: int) -> KvLoan:
+        """The KV of positions first <= position < stop, whole pages, in these layers. NotFound: the
+        sequence does not have them."""
+        sequence = self._sequences.get(key)
+        if sequence is None or not (set(layers) <= set(sequence.layers)) or not layers:
+            raise NotFound(f"there is no KV of sequence {key} in layers {layers}")
+        if first % PAGE or stop % PAGE or not 0 <= first < stop <= sequence.length:
+            raise NotFound(f"sequence {key} has {sequence.length} positions, not {first} to {stop}")
+        model = self._models[sequence.model_id]
+        pages = tuple(sequence.pages[first // PAGE : stop // PAGE])
+        for page in pages:
+            model.pages.read(page)
+        tensor = self.of_layers(sequence.model_id, layers)
+        loan = KvLoan(sequence.model_id, pages, tensor, f"{len(layers)} x {model.form}")
+        model.loans.add(loan)
+        return loan
+
+    def give_back(self, loan: KvLoan) -> None:
+        """Frees what a loan kept. A loan of a model that was closed is over already."""
+        model = self._models.get(loan.model_id)
+        if model is None or loan not in model.loans:
+            return
+        model.loans.remove(loan)
+        for page in reversed(loan.pages):
+            self._give_back(model.pages, page)
 
     def require(self, model_id: ModelId, pages: int) -> None:
         """CapacityExceeded if the model can take fewer pages."""

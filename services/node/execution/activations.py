@@ -14,23 +14,33 @@ from services.node.core.microbatches import (
     Failed,
     Forward,
     Free,
+    KvAsk,
+    KvDone,
+    KvHere,
     Sampled,
     StageMessage,
+    Yield,
+    Yielded,
 )
 from services.node.transport.base import Buffer
 from shared.errors import ProtocolViolation
 from shared.versions import beside, refusal
 
-VERSION = 6
+VERSION = 7
 OLDEST = 6
 """The oldest version that is understood."""
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
+_Message = (
+    Admit | Admitted | Forward | Sampled | Free | Failed | KvAsk | KvHere | KvDone | Yield | Yielded
+)
+
+
 class _Header(msgspec.Struct, frozen=True):
     v: int
-    message: Admit | Admitted | Forward | Sampled | Free | Failed
+    message: _Message
     dtype: str = ""
     hidden_size: int = 0
     cause: str = ""
@@ -46,7 +56,7 @@ def encode(
 ) -> tuple[bytes, list[Buffer]]:
     """(header, payload) for the transport. The payload is `hidden`'s own memory if that is on the
     CPU, so the tensor must not be written to any more."""
-    if not isinstance(message, Admit | Admitted | Forward | Sampled | Free | Failed):
+    if not isinstance(message, _Message):
         raise TypeError(f"{type(message).__name__} has no wire form")
     if hidden is None:
         return _encoder.encode(_Header(VERSION, message, cause=cause)), []

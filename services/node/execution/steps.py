@@ -18,18 +18,27 @@ from typing import ClassVar
 import torch
 
 from services.node.core.batching import BUG, Batcher
+from services.node.core.handover import Worth
+from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.microbatches import (
     Admit,
     Admitted,
+    Bring,
     Command,
     Emit,
     Failed,
     Failure,
     Forward,
+    KvAsk,
+    KvHere,
+    Lend,
     Prepare,
     Release,
+    Return,
     Send,
+    Settled,
+    Yield,
 )
 from services.node.core.rows import SequenceKey, request_of
 from services.node.core.sequences import sequence_key
@@ -41,6 +50,7 @@ from services.node.engine.base import (
 from services.node.execution import activations
 from services.node.execution.checks import check_prompt, check_width
 from services.node.execution.grammars import Aside, Grammars
+from services.node.execution.kv_moves import KvMoves, Post
 from services.node.execution.outbox import Outbox
 from services.node.execution.sweeps import Ran, Sweeps, failure_of, tensor_of
 from services.node.transport.base import Buffer
@@ -79,15 +89,25 @@ class Steps:
         emit: EmitTo,
         ran: Ran,
         aside: Aside = lambda work: work()(),
+        kv_mover: KvMover | None = None,
+        worth: Worth = lambda model_id, positions, nbytes: True,
+        post: Post = lambda call: call(),
         bell: Bell | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`aside`: at once, if there is no other thread. `bell`: is rung while calls wait; None:
-        none ever do, if there is no other thread."""
+        """`aside`: at once, if there is no other thread. `kv_mover`: copies KV between nodes; None:
+        KV is always computed. `worth`: when it is copied. `post` has something done on this thread:
+        at once, if there is no other. `bell`: is rung while calls wait; None: none ever do, if
+        there is no other thread."""
         self._node = node
         self._engine = engine
         self._batcher = self.batcher_type(
-            node, slots=slots, step_tokens=step_tokens, speculation=speculation, kv=engine
+            node,
+            slots=slots,
+            step_tokens=step_tokens,
+            speculation=speculation,
+            kv=engine,
+            worth=lambda *what: kv_mover is not None and worth(*what),
         )
         self._ran = ran
         self._send = send
@@ -102,6 +122,8 @@ class Steps:
         """How often the engine failed since it last ran a sweep."""
         self._log = telemetry.logger("engine", node=node)
         self._grammars = Grammars(engine, aside, self, self._log)
+        self._kv_moves = KvMoves(engine, kv_mover, self, post)
+        self._unsettled: dict[SequenceKey, Callable[[], None]] = {}
         self._sweeps = Sweeps(
             engine,
             self._batcher,
@@ -134,7 +156,9 @@ class Steps:
         with self._blamed():
             self._engine.close_model(model_id, asleep=asleep)
 
-    def submit(self, submit: Submit) -> None:
+    def submit(self, submit: Submit, settled: Callable[[], None] = lambda: None) -> None:
+        """`settled` is called once, as soon as it is settled whether KV of the attempt before is
+        used."""
         manifest = self._models.get(submit.model_id)
         if manifest is None:
             raise NotFound(
@@ -144,9 +168,12 @@ class Steps:
         check_prompt(submit, manifest)
         held = self._engine.held(submit.model_id)
         commands = self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held)
-        self._tell(
-            submit.cause or submit.request, "comes", sequence_key(submit.request, submit.attempt)
-        )
+        key = sequence_key(submit.request, submit.attempt)
+        self._tell(submit.cause or submit.request, "comes", key)
+        if self._batcher.takes_kv(key):
+            self._unsettled[key] = settled
+        else:
+            settled()
         self._do(commands)
 
     # --- events, which raise nothing ----------------------------------------
@@ -176,6 +203,12 @@ class Steps:
         except Exception as error:  # a message's boundary
             self._log.exception("a stage message failed", sender=sender)
             self._give_up(named, error)
+
+    def late(self, submit: Submit) -> None:
+        """The attempt waits for KV of the attempt before no longer."""
+        key = sequence_key(submit.request, submit.attempt)
+        with self._contained(f"the end of the wait for KV of {key}"):
+            self._do(self._batcher.late(key))
 
     def peer_lost(self, address: str, error: TransportError) -> None:
         why = Failure(PeerLost.code, f"node {self._node} lost {address}: {error}")
@@ -230,6 +263,7 @@ class Steps:
             tokens_out=self._batcher.tokens_out,
             prompt_tokens=self._batcher.prompt_tokens,
             cached_tokens=self._batcher.cached_tokens,
+            received_tokens=self._batcher.received_tokens,
             preemptions=self._batcher.preemptions,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
@@ -304,6 +338,17 @@ class Steps:
             case Prepare():
                 self._tell(cause, "waits for its grammar", command.sequence)
                 self._grammars.make(command)
+            case Lend(ask=ask):
+                self._tell(cause, f"lends its KV to {ask.to}", ask.sequence)
+                self._kv_moves.lend(command)
+            case Bring():
+                self._kv_moves.bring(command)
+            case Return(region=region):
+                self._kv_moves.end(region)
+            case Settled(sequence=key):
+                self._tell(cause, "takes no KV over any more", key)
+                if settled := self._unsettled.pop(key, None):
+                    settled()
             case Emit():
                 self._tell_end(command)
                 self._out.put(command)
@@ -325,6 +370,11 @@ class Steps:
                 self._tell(command.cause, "has room kept for it", key)
             case Failed(sequences=keys, code=code):
                 self._tell(command.cause, f"fails: {code}", *keys)
+            case KvAsk(sequence=source, taker=key, first=first, end=end):
+                text = f"asks {command.address} for the KV of {source}, positions {first} to {end}"
+                self._tell(command.cause, text, key)
+            case Yield(taker=key):
+                self._tell(command.cause, f"has its KV, and takes over from {command.address}", key)
 
     def _tell_end(self, command: Emit) -> None:
         """Only ends are told: one line for each token would leave no room for anything else."""
@@ -334,6 +384,15 @@ class Steps:
             case AttemptFailed() as failed:
                 key = sequence_key(failed.request, failed.attempt)
                 self._tell(command.cause, f"fails: {failed.code}", key)
+
+    # --- KV that moves: see `services.node.execution.kv_moves.Listener` --------
+
+    def lent(self, lend: Lend, here: KvHere) -> None:
+        self._obey(Send(lend.ask.to, here, cause=lend.cause))
+
+    def brought(self, bring: Bring, *, right: bool) -> None:
+        with self._contained(f"KV for {bring.sequence}"):
+            self._do(self._batcher.brought(bring, right=right))
 
     # --- grammars: see `services.node.execution.grammars.Listener` ------------
 
@@ -353,8 +412,10 @@ def _sequences_of(command: Command) -> tuple[SequenceKey, ...]:
     match command:
         case Release():
             return command.sequences
-        case Prepare():
+        case Prepare() | Bring():
             return (command.sequence,)
+        case Lend() | Return() | Settled():
+            return ()
         case Send():
             return command.message.keys
         case Emit():

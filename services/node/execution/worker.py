@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
+from services.node.core.handover import Worth
+from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
 from services.node.engine.base import Bell, Engine, Weights
@@ -30,6 +32,8 @@ from shared.story import Transition
 __all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
 
 Call = Callable[[Steps], None]
+KV_WAIT_S = 2.0
+"""How long an attempt waits for KV of the attempt before. Gateways wait longer for an answer."""
 
 
 class Worker:
@@ -47,9 +51,12 @@ class Worker:
         send: SendTo,
         emit: EmitTo,
         ran: Ran,
+        kv_mover: Callable[[], KvMover | None] = lambda: None,
+        worth: Worth = lambda model_id, positions, nbytes: True,
     ) -> None:
         """`device`: where the engine computes, if not in host memory. The caller opens it before
-        the worker is started, and closes it after the worker has ended."""
+        the worker is started, and closes it after the worker has ended. `kv_mover` (asked for when
+        the threads start) and `worth`: see `Steps`."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
@@ -61,6 +68,8 @@ class Worker:
         self._send = send
         self._emit = emit
         self._ran = ran
+        self._kv_mover = kv_mover
+        self._worth = worth
         self._log = telemetry.logger("worker", node=node)
         self._calls: list[Call] = []
         self._changed = threading.Condition()
@@ -167,9 +176,20 @@ class Worker:
         await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))
 
     async def submit(self, submit: Submit) -> None:
-        """Queues the attempt. CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not
-        queued."""
-        await self._ask(lambda steps: steps.submit(submit))
+        """Queues the attempt, and waits for the KV that it takes over, if it does, for KV_WAIT_S at
+        most. CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not queued."""
+        settled = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def tell() -> None:
+            loop.call_soon_threadsafe(settled.set)
+
+        await self._ask(lambda steps: steps.submit(submit, tell))
+        try:
+            async with asyncio.timeout(KV_WAIT_S):
+                await settled.wait()
+        except TimeoutError:
+            await self._ask(lambda steps: steps.late(submit))
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
         """What the scheduler did lately with a sequence, or a request's, and why."""
@@ -214,6 +234,9 @@ class Worker:
                 self._bell.ring()
                 self._changed.notify()
             return not self._over
+
+    def _post_back(self, call: Callable[[], None]) -> None:
+        self._post(_call(call))
 
     async def _ask(self, act: Call) -> None:
         """Runs `act` on the engine thread; its error is raised here."""
@@ -288,6 +311,9 @@ class Worker:
             emit=self._emit,
             ran=self._ran,
             aside=self._work.put,
+            kv_mover=self._kv_mover(),
+            worth=self._worth,
+            post=self._post_back,
             bell=self._bell,
         )
         idle = False

@@ -14,9 +14,11 @@ from typing import Any, Self, TypeVar
 
 import uvloop
 
+from services.node.core.kv import KvMover, KvPages
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.moving.events import PlaneListener
+from services.node.moving.kv_images import KvImages
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer, Gate, Permit, Transport
@@ -75,6 +77,8 @@ class DataPlane:
         self._closing = False
         self._sending: set[asyncio.Task[None]] = set()
         self.address = ""
+        self.kv = KvDoor(self._do)
+        """Moves KV. For the engine's thread."""
 
     async def __aenter__(self) -> Self:
         self._loop = uvloop.new_event_loop()
@@ -166,6 +170,10 @@ class DataPlane:
         with suppress(RuntimeError):  # the loop is closed, and the node with it
             self._loop.call_soon_threadsafe(self._outboxes.put, address, header, payload)
 
+    def _do(self, act: Callable[[KvImages], None]) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and the node with it
+            self._loop.call_soon_threadsafe(lambda: act(self._images))
+
     # --- between the loops ---
 
     async def _call(self, function: Callable[[], T]) -> T:
@@ -218,6 +226,7 @@ class DataPlane:
                 on_failed=self._hears.on_failed,
                 overwrites=self._overwrites,
             )
+            self._images = KvImages(transport, self._spawn)
             self.address = transport.address
             self._started.set_result(None)
             await self._stop.wait()
@@ -229,6 +238,29 @@ class DataPlane:
         task = self._group.create_task(work)
         self._sending.add(task)
         task.add_done_callback(self._sending.discard)
+
+
+class KvDoor(KvMover):
+    """The door to `KvImages` for other threads."""
+
+    def __init__(self, do: Callable[[Callable[[KvImages], None]], None]) -> None:
+        self._do = do
+
+    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
+        self._do(lambda images: images.lend(pages, lent))
+
+    def bring(
+        self,
+        address: str,
+        region: str,
+        digest: bytes,
+        pages: KvPages,
+        brought: Callable[[bool], None],
+    ) -> None:
+        self._do(lambda images: images.bring(address, region, digest, pages, brought))
+
+    def end(self, region: str) -> None:
+        self._do(lambda images: images.end(region))
 
 
 async def fetch(

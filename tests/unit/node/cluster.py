@@ -7,6 +7,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from services.node.keeper.link import KeeperLink
 from services.node.real_parts import RealParts
 from services.node.service import NodeService
@@ -215,13 +217,19 @@ class Nodes:
         await self.apply(name, promote=ALL, event=f"promote-{name}")
         await self.until_arrived(name, ALL)
 
-    async def submit(self, *names: str, request: str = "r", max_tokens: int = 8) -> None:
-        """Over a path of equal stages."""
+    def stages(self, *names: str) -> tuple[Stage, ...]:
+        """A path of equal stages."""
         cuts = [BLOCKS * i // len(names) for i in range(len(names) + 1)]
-        stages = tuple(
+        return tuple(
             Stage(NodeId(name), self.info(name).address, start, stop)
             for name, start, stop in zip(names, cuts, cuts[1:], strict=False)
         )
+
+    async def submit(
+        self, *names: str, request: str = "r", max_tokens: int = 8, **changes: Any
+    ) -> None:
+        """Over a path of equal stages."""
+        stages = self.stages(*names)
         submit = Submit(
             request=RequestId(request),
             attempt=1,
@@ -235,6 +243,7 @@ class Nodes:
             stop_ids=(),
             sampling=Sampling(),
         )
+        submit = msgspec.structs.replace(submit, **changes)
         await self.request(subjects.node_submit(NodeId(names[0])), submit)
 
     async def generate(self, *names: str, request: str = "r") -> list[int]:

@@ -37,6 +37,9 @@ class Heard(Control):
     def peer_lost(self, address: str, error: TransportError) -> None:
         raise NotImplementedError
 
+    def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
+        raise NotImplementedError
+
     def piece(
         self, model: ModelId, block: int, offset: int, nbytes: int
     ) -> Coroutine[Any, Any, memoryview]:

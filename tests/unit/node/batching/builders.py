@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.node.core.batching import Batcher
+from services.node.core.kv import movable
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -16,6 +17,7 @@ from services.node.core.microbatches import (
     Send,
 )
 from services.node.core.rows import Row
+from shared.errors import CapacityExceeded
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
@@ -32,6 +34,8 @@ class FakeKv:
     """Positions that sequences begin with, by their keys."""
     asked: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The tokens of each question to the prefix cache, by the sequence's key."""
+    came: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """The tokens whose KV came from another node, by the sequence's key."""
     without: set[ModelId] = field(default_factory=set)
     """Models that keep none."""
 
@@ -50,6 +54,18 @@ class FakeKv:
     def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
         self.asked[key] = tokens
         return self.cached.get(key, 0)
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 100
+
+    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+        self.asked[key] = tokens
+        if self.kv_used + movable(len(tokens)) > self.kv_capacity:
+            raise CapacityExceeded("too few pages")
+        return self.cached.get(key, 0)
+
+    def received(self, key: str, tokens: tuple[int, ...]) -> None:
+        self.came[key] = tokens
 
 
 class Named(str):

@@ -1,0 +1,217 @@
+"""A running sequence moves to another node with its KV, so that its stream hardly pauses.
+
+    new leader                                   each stage of the old path      old leader
+    takes pages for the KV, asks for it  ------> copies it, says where
+    reads it, all stages at once         <------
+    has all of it: Yield                 --------------------------------------> ends the sequence
+    runs the tokens since, and goes on   <-------------------------------------- its tokens so far
+
+Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). What
+was copied are whole pages that nobody writes to any more. The positions after them, a page and what
+was generated meanwhile, are run anew in one step.
+
+Whatever goes wrong, the new leader goes on without the KV and computes it. Tokens that both
+generate are the same, and gateways drop the second.
+
+KV depends on nothing but the tokens and the model. So it is lent to whoever proves to know the
+prompt: the *secret* of a sequence is a digest of its request and of its prompt.
+"""
+
+from array import array
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from services.node.core.kv import Kv, movable
+from services.node.core.microbatches import (
+    Bring,
+    Command,
+    Handled,
+    KvAsk,
+    KvHere,
+    Lend,
+    Path,
+    Send,
+    Yield,
+)
+from services.node.core.room import Room
+from services.node.core.rows import SequenceKey
+from services.node.core.sequences import Sequence, sequence_key
+from shared.errors import CapacityExceeded
+from shared.ids import ModelId
+from shared.messages.instances import Stage
+from shared.messages.pool import Profile
+from shared.messages.serving import Submit
+
+SECRET_BYTES = 16
+
+Worth = Callable[[ModelId, int, int], bool]
+"""(model, positions, their bytes): whether to copy KV takes less time than to compute it."""
+
+COPIED_BYTES_PER_S = 1e9
+"""How fast KV goes out of pages and into pages again, with two digests, on one core
+(`benchmarks.handover`)."""
+ASKING_S = 0.005
+"""Two questions and their answers, and the turns of threads between them."""
+
+
+def is_worth(
+    profile: Profile, link_bytes_per_s: int, model_id: ModelId, positions: int, nbytes: int
+) -> bool:
+    """Whether to copy the KV of so many positions takes less time than to compute it. `profile`: of
+    the node that would compute it. A link that was not measured counts as fast, an engine as slow.
+    `link_bytes_per_s`: 0: not known."""
+    rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
+    copy_s = ASKING_S + nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
+    token_s = next((m.prefill_s_per_token for m in profile.models if m.model_id == model_id), 0.0)
+    return not token_s or copy_s < positions * token_s
+
+
+def secret_of(submit: Submit) -> bytes:
+    prompt = array("I", submit.tokens[: submit.prompt_tokens]).tobytes()
+    return blake2b(prompt, digest_size=SECRET_BYTES, key=submit.request.encode()[:64]).digest()
+
+
+def lend(ask: KvAsk, path: Path | None, stage: int, secret: bytes, cause: str) -> Command:
+    """A stage's answer to the new leader. `path`: of the sequence, whose `stage` this node is.
+    None: the sequence is not here."""
+    if path is not None and secret and ask.secret == secret:
+        ours = path.stages[stage]
+        if (ours.start, ours.stop) == (ask.start, ask.stop):
+            return Lend(ask, cause=cause)
+    return Send(ask.to, KvHere(ask.taker, ask.stage), cause=cause)
+
+
+@dataclass(slots=True)
+class Taking:
+    """A sequence whose KV comes from other nodes."""
+
+    sequence: Sequence
+    source: SequenceKey
+    """Its key on the path that it leaves."""
+    first: int
+    """Positions before this one were cached here."""
+    end: int
+    left: set[int]
+    """Stages of that path whose KV is not here yet."""
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        return self.sequence.submit.kv_from
+
+
+class Takings:
+    """The new leader's part."""
+
+    def __init__(self, kv: Kv, room: Room, handled: Handled, worth: Worth) -> None:
+        self._kv = kv
+        self._room = room
+        self._handled = handled
+        self._worth = worth
+        self._takings: dict[SequenceKey, Taking] = {}
+
+    def begin(self, sequence: Sequence) -> list[Command] | None:
+        """Asks for the sequence's KV. None: it is better computed here."""
+        submit, model_id = sequence.submit, sequence.path.model_id
+        end = movable(len(sequence.tokens))
+        bare = sequence.keeps_kv and not (submit.pooling or sequence.scoring)
+        if not (submit.kv_from and end and bare) or sequence.path.followers:
+            return None
+        if submit.sampling.logprobs is not None:
+            return None  # the tokens that are generated meanwhile would come without theirs
+        if not self._worth(model_id, end, end * self._kv.position_bytes(model_id)):
+            return None
+        if sequence.kv_soon > self._room.free_kv(model_id):
+            return None
+        try:
+            first = self._kv.receive(model_id, sequence.key, tuple(sequence.tokens), sequence.limit)
+        except CapacityExceeded:
+            return None
+        left = {
+            index
+            for index, stage in enumerate(submit.kv_from)
+            if first < end and self._kv.keeps(model_id, stage.start, stage.stop)
+        }
+        source = sequence_key(submit.request, submit.takes_over)
+        taking = Taking(sequence, source, first, end, left)
+        self._takings[sequence.key] = taking
+        if not left:
+            return self._ask_to_yield(taking)
+        return [self._ask(taking, index) for index in sorted(left)]
+
+    def here(self, message: KvHere) -> list[Command] | None:
+        """A stage has lent its KV. None: it has not, and the sequence goes on without."""
+        taking = self._takings.get(message.taker)
+        if taking is None or message.stage not in taking.left:
+            return []
+        if not message.region:
+            return None
+        stage = taking.stages[message.stage]
+        return [
+            Bring(
+                message.taker,
+                message.stage,
+                (stage.start, stage.stop),
+                (taking.first, taking.end),
+                stage.address,
+                message,
+                cause=self._handled.cause,
+            )
+        ]
+
+    def brought(self, bring: Bring) -> list[Command]:
+        """A stage's KV is in the sequence's pages."""
+        taking = self._takings.get(bring.sequence)
+        if taking is None or bring.stage not in taking.left:
+            return []
+        taking.left.remove(bring.stage)
+        return [] if taking.left else self._ask_to_yield(taking)
+
+    def end(self, key: SequenceKey) -> int | None:
+        """Forgets the taking. Returns how many positions have come: 0 if not all have; None if
+        there was none."""
+        taking = self._takings.pop(key, None)
+        if taking is None:
+            return None
+        if taking.left:
+            return 0
+        self._kv.received(key, tuple(taking.sequence.tokens[: taking.end]))
+        return taking.end
+
+    def has(self, key: SequenceKey) -> bool:
+        return key in self._takings
+
+    def newest_of(self, model_id: ModelId) -> SequenceKey | None:
+        """The sequence of the model that began last."""
+        keys = [key for key, t in self._takings.items() if t.sequence.path.model_id == model_id]
+        return keys[-1] if keys else None
+
+    def through(self, address: str) -> list[SequenceKey]:
+        """The sequences that this peer has a part in."""
+        return [
+            key
+            for key, taking in self._takings.items()
+            if any(stage.address == address for stage in taking.stages)
+        ]
+
+    def _ask(self, taking: Taking, index: int) -> Command:
+        stage, sequence = taking.stages[index], taking.sequence
+        ask = KvAsk(
+            taking.source,
+            secret_of(sequence.submit),
+            index,
+            stage.start,
+            stage.stop,
+            taking.first,
+            taking.end,
+            sequence.path.leader,
+            sequence.key,
+        )
+        return Send(stage.address, ask, cause=self._handled.cause)
+
+    def _ask_to_yield(self, taking: Taking) -> list[Command]:
+        sequence = taking.sequence
+        message = Yield(
+            taking.source, secret_of(sequence.submit), sequence.path.leader, sequence.key
+        )
+        return [Send(taking.stages[0].address, message, cause=self._handled.cause)]

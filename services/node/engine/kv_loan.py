@@ -1,0 +1,77 @@
+"""Pages of a sequence's KV that are copied to another node, or from there.
+
+A loan keeps its pages from being freed, so any thread may copy while the engine goes on. Only whole
+pages are lent whose positions are final, and nobody writes to pages that are being filled but the
+thread that copies.
+
+The bytes of a loan, its *image*, are its pages one after the other, each as
+[layers, PAGE, 2, kv heads, head_dim] in the cache's data type.
+"""
+
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+from services.node.core.kv import PAGE
+from shared.errors import BadInput, NotFound
+from shared.ids import ModelId
+
+
+class KvLoan:
+    def __init__(
+        self, model_id: ModelId, pages: tuple[int, ...], layers: torch.Tensor, form: str
+    ) -> None:
+        """`layers`: the cache of the layers that are lent, see `KvCache.of_layers`. `form`: what
+        the bytes mean, which must be the same on both nodes."""
+        self.model_id = model_id
+        self.pages = pages
+        self.form = form
+        self._layers = layers
+        self._lock = threading.Lock()
+        self._over = False
+
+    @property
+    def nbytes(self) -> int:
+        return len(self.pages) * self._page_bytes
+
+    @property
+    def _page_bytes(self) -> int:
+        layers, _, *slot = self._layers.shape
+        return layers * PAGE * torch.Size(slot).numel() * self._layers.itemsize
+
+    def read(self, image: memoryview) -> None:
+        """Copies the pages into `image`. NotFound: the model was closed."""
+        for page, part in self._parts(image):
+            with self._lock:
+                part.copy_(self._page(page))
+
+    def fill(self, image: memoryview) -> None:
+        """Copies the pages out of `image`. NotFound: the model was closed."""
+        for page, part in self._parts(image):
+            with self._lock:
+                self._page(page).copy_(part)
+
+    def end(self) -> None:
+        """Once this returns, no page is touched any more."""
+        with self._lock:
+            self._over = True
+
+    def _parts(self, image: memoryview) -> Iterator[tuple[int, torch.Tensor]]:
+        if len(image) != self.nbytes:
+            raise BadInput(f"an image of {len(image)} bytes for KV of {self.nbytes}")
+        layers, _, *slot = self._layers.shape
+        for index, page in enumerate(self.pages):
+            first = index * self._page_bytes
+            piece = image[first : first + self._page_bytes]
+            flat = torch.frombuffer(piece, dtype=torch.uint8).view(self._layers.dtype)
+            yield page, flat.view(layers, PAGE, *slot)
+
+    def _page(self, page: int) -> torch.Tensor:
+        if self._over:
+            raise NotFound(f"model {self.model_id} was closed while its KV was copied")
+        return self._layers[:, page * PAGE : (page + 1) * PAGE]
+
+
+Give = Callable[[KvLoan], None]
+"""Gives a loan back, on any thread."""

@@ -1,0 +1,81 @@
+"""KV on its way between this node's engine and its data plane.
+
+The engine's thread takes pages out of a sequence's cache, or makes room for them, as a loan. The
+data plane's threads copy, send and check the bytes. Then the loan is given back here. Not
+thread-safe: the mover's callbacks come on other threads, and are posted to the engine's.
+"""
+
+from collections.abc import Callable
+from typing import Protocol
+
+from services.node.core.kv import KvMover
+from services.node.core.microbatches import Bring, KvHere, Lend
+from services.node.engine.base import Engine
+from shared.errors import LambdaScaleError
+
+Post = Callable[[Callable[[], None]], None]
+
+
+class Listener(Protocol):
+    def lent(self, lend: Lend, here: KvHere) -> None: ...
+
+    def brought(self, bring: Bring, *, right: bool) -> None: ...
+
+
+class KvMoves:
+    def __init__(
+        self, engine: Engine, mover: KvMover | None, listener: Listener, post: Post
+    ) -> None:
+        """`post` has something done on the engine's thread."""
+        self._engine = engine
+        self._mover = mover
+        self._listener = listener
+        self._post = post
+
+    def lend(self, command: Lend) -> None:
+        ask = command.ask
+        none = KvHere(ask.taker, ask.stage)
+        try:
+            blocks = ask.start, ask.stop
+            loan = self._engine.lend(ask.sequence, blocks, ask.first, ask.end)
+        except LambdaScaleError:
+            self._listener.lent(command, none)
+            return
+        form = loan.form
+
+        def done(region: str, digest: bytes) -> None:
+            self._engine.give_back(loan)
+            here = KvHere(ask.taker, ask.stage, region, form, digest) if region else none
+            self._listener.lent(command, here)
+
+        if self._mover is None:
+            done("", b"")
+        else:
+            self._mover.lend(loan, lambda *what: self._post(lambda: done(*what)))
+
+    def bring(self, command: Bring) -> None:
+        here = command.here
+        try:
+            loan = self._engine.lend(command.sequence, command.blocks, *command.positions)
+        except LambdaScaleError:
+            self._listener.brought(command, right=False)
+            return
+
+        def done(right: bool) -> None:
+            self._engine.give_back(loan)
+            self._listener.brought(command, right=right)
+
+        if self._mover is None or loan.form != here.form:
+            done(False)
+        else:
+            self._mover.bring(
+                command.address,
+                here.region,
+                here.digest,
+                loan,
+                lambda right: self._post(lambda: done(right)),
+            )
+
+    def end(self, region: str) -> None:
+        if self._mover is not None:
+            self._mover.end(region)

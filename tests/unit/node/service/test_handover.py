@@ -1,0 +1,116 @@
+"""A running sequence moves to another node with its KV: real engines and data planes."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from services.node.core.kv import PAGE
+from shared.messages.serving import Token
+from tests.unit.node.cluster import ALL, Nodes, nodes
+from tests.unit.node.service.builders import SLOW
+
+MOVING = SLOW | {"kv_moves": "always"}
+PROMPT = tuple(range(3, 3 + 2 * PAGE))
+COUNT = 24
+
+
+async def has_all(up: Nodes, *names: str) -> None:
+    """The first node has the model, and the others have it from there."""
+    await up.promoted(names[0])
+    for name in names[1:]:
+        await up.apply(name, dict.fromkeys(ALL, names[0]), event=f"ev-{name}")
+        await up.until_arrived(name, ALL)
+
+
+def of(up: Nodes, attempt: int) -> list[Token]:
+    return [token for token in up.tokens_of("r") if token.attempt == attempt]
+
+
+async def run(up: Nodes, request: str, *names: str) -> list[int]:
+    await up.submit(
+        *names, request=request, tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=COUNT
+    )
+    await up.tokens.until(lambda: up.over(request))
+    return [token.token for token in up.tokens_of(request)]
+
+
+async def move(up: Nodes, source: tuple[str, ...], target: str) -> list[Token]:
+    """A request runs over `source`, and moves after a few tokens. Returns all its tokens."""
+    await up.submit(*source, tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=COUNT)
+    await up.tokens.until(lambda: len(of(up, 1)) >= 3)
+    known = [token.token for token in of(up, 1)]
+    await up.submit(
+        target,
+        attempt=2,
+        takes_over=1,
+        kv_from=up.stages(*source),
+        tokens=(*PROMPT, *known),
+        prompt_tokens=len(PROMPT),
+        max_tokens=COUNT,
+    )
+    await up.tokens.until(lambda: bool(of(up, 2)) and bool(of(up, 2)[-1].finish))
+    return up.tokens_of("r")
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [(("a",), "b"), (("a", "b"), "c"), (("b", "a"), "b"), (("a", "b", "c"), "b")],
+    ids=["alone", "path", "own-stage", "three-stages"],
+)
+async def test_a_sequence_goes_on_elsewhere_with_its_kv(
+    tmp_path: Path, checkpoint: Path, source: tuple[str, ...], target: str
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", "c", settings=MOVING) as up:
+        await has_all(up, "a", "b", "c")
+        expected = await run(up, "oracle", "c")
+        tokens = await move(up, source, target)
+        found = {token.index: token.token for token in tokens}
+        assert [found[index] for index in range(COUNT)] == expected
+        new = of(up, 2)
+        fresh = [token for token in new if token.cached]
+        assert [token.cached for token in fresh] == [2 * PAGE], "the KV was computed again"
+        last = max(token.index for token in of(up, 1))
+        assert last < COUNT - 1, "the attempt before went on to the end"
+        assert fresh[0].index == last + 1
+        assert up.failure("r") is None
+        assert up.services[target]._worker.load().received_tokens == 2 * PAGE
+
+
+async def test_without_the_old_node_the_kv_is_computed(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", settings=MOVING) as up:
+        await has_all(up, "a", "b")
+        expected = await run(up, "oracle", "b")
+        await up.submit(
+            "b",
+            attempt=2,
+            takes_over=1,
+            kv_from=up.stages("a"),
+            tokens=(*PROMPT, *expected[:3]),
+            prompt_tokens=len(PROMPT),
+            max_tokens=COUNT,
+        )
+        await up.tokens.until(lambda: up.over("r"))
+        assert [token.token for token in up.tokens_of("r")] == expected[3:]
+
+
+async def test_who_does_not_know_the_prompt_gets_no_kv(tmp_path: Path, checkpoint: Path) -> None:
+    async with nodes(tmp_path, checkpoint, "a", "b", settings=MOVING) as up:
+        await has_all(up, "a", "b")
+        expected = await run(up, "oracle", "a")
+        await up.submit("a", tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=COUNT)
+        await up.tokens.until(lambda: len(of(up, 1)) >= 3)
+        other = (*PROMPT[:-1], PROMPT[-1] + 1)
+        await up.submit(
+            "b",
+            attempt=2,
+            takes_over=1,
+            kv_from=up.stages("a"),
+            tokens=(*other, *expected[:3]),
+            prompt_tokens=len(PROMPT),
+            max_tokens=COUNT,
+        )
+        await asyncio.sleep(0)
+        await up.tokens.until(lambda: bool(of(up, 1)[-1].finish))
+        assert [token.token for token in of(up, 1)] == expected, "it was ended by a stranger"
+        assert all(token.cached == 0 for token in of(up, 2))
