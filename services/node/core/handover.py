@@ -17,10 +17,11 @@ KV depends on nothing but the tokens and the model. So it is lent to whoever pro
 prompt: the *secret* of a sequence is a digest of its request and of its prompt.
 """
 
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
+
+import msgspec
 
 from services.node.core.kv import Kv, movable
 from services.node.core.microbatches import (
@@ -68,7 +69,7 @@ def is_worth(
 
 
 def secret_of(submit: Submit) -> bytes:
-    prompt = array("I", submit.tokens[: submit.prompt_tokens]).tobytes()
+    prompt = msgspec.msgpack.encode(submit.tokens[: submit.prompt_tokens])
     return blake2b(prompt, digest_size=SECRET_BYTES, key=submit.request.encode()[:64]).digest()
 
 
