@@ -54,6 +54,7 @@ class PlannerLink:
         except LambdaScaleError as error:
             self._log.debug("planner does not answer", error=str(error))
             return RETRY_S
+        self.heard_at = now()
         self._knows = True
         self._missed.difference_update(query.names)
         if not self._missed:
