@@ -130,8 +130,8 @@ class Hosting:
     # --- plans ---
 
     async def apply(self, plan: ApplyPlan) -> None:
-        """Takes up a plan. When this returns, the model has its space, engine and regions, and its
-        pulls run.
+        """Takes up a plan. When this returns, the model has its space, engine and regions, its pulls
+        run, and blocks that it held already come to the engine.
 
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
@@ -185,13 +185,17 @@ class Hosting:
                 plan.model_id, followed, pulls, addresses, space, capability=plan.capability
             )
             _tell_pulls(hosted, plan, pulls)
-            await self._opening.activate(hosted)
+            await self._opening.open(hosted)
+            asleep = held - hosted.residency.runnable
         if held:
             self._changed()  # else there is nothing to tell before the first block
+        if asleep:
+            waking = self.landings.wake(followed, hosted, sorted(asleep))
+            self._spawn(waking, f"wake {plan.model_id}")
         missing = sorted(block for block in own if block not in held)
         if missing:
             self._promote(followed, hosted, missing)
-        for block in sorted(asked & held):
+        for block in sorted(asked & held - asleep):
             await self.landings.report_held(followed, hosted, block)
 
     # --- blocks from this node's host cache or disk ---

@@ -1,7 +1,7 @@
 """Blocks that land in the arena: the engine is given them, and they are reported."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from structlog.stdlib import BoundLogger
@@ -80,18 +80,35 @@ class Landings:
             hosted.residency = hosted.residency.hold(item.block)
             hosted.tell(plan.event, _arrived(item), item.source)
             self._keeper.note(hosted.kept)
-            try:
-                await self._opening.attach(hosted, item.block)
-            except BaseException as error:  # the block's boundary: the planner is told of it
-                if not is_containable(error):
-                    raise
-                self._log.exception(
-                    "a block was not attached", model=hosted.model, block=item.block
-                )
-                failure = PullFailure(plan, hosted.model, item.block, self._node, as_typed(error))
-                await self._reports.failed(failure, hosted.trace)
+            if not await self._attach(plan, hosted, item.block):
                 return
         await self._reports.arrived(replace(item, plan=plan), hosted.trace)
+
+    async def wake(self, plan: PlanId, hosted: Hosted, blocks: Iterable[int]) -> None:
+        """Attaches and reports held blocks one after the other: where they have to go to a device
+        first, requests run over those that are there already."""
+        for block in blocks:
+            async with hosted.lock:
+                there = self._hosted.get(hosted.model) is hosted
+                if not there or hosted.residency.mode is Mode.STANDBY:
+                    return  # released meanwhile
+                runs = block in hosted.residency.runnable
+                if not runs and not await self._attach(plan, hosted, block):
+                    continue
+            await self.report_held(plan, hosted, block)
+
+    async def _attach(self, plan: PlanId, hosted: Hosted, block: int) -> bool:
+        """Whether the engine has the block now. If not, the planner is told."""
+        try:
+            await self._opening.attach(hosted, block)
+        except BaseException as error:  # the block's boundary
+            if not is_containable(error):
+                raise
+            self._log.exception("a block was not attached", model=hosted.model, block=block)
+            failure = PullFailure(plan, hosted.model, block, self._node, as_typed(error))
+            await self._reports.failed(failure, hosted.trace)
+            return False
+        return True
 
     async def report_held(self, plan: PlanId, hosted: Hosted, block: int) -> None:
         at = wall_ns()

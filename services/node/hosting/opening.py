@@ -45,8 +45,8 @@ class Opening:
         self._changed = changed
         self._spawn = spawn
 
-    async def activate(self, hosted: Hosted) -> None:
-        """Opens the model for the engine, with every block that is held."""
+    async def open(self, hosted: Hosted) -> None:
+        """Opens the model for the engine, which has none of its blocks yet."""
         if hosted.residency.mode is Mode.STANDBY:
             hosted.span.hold(ENGINE)
             try:
@@ -57,6 +57,10 @@ class Opening:
             hosted.residency = hosted.residency.activate()
             self._keeper.note(hosted.kept)
             hosted.tell(hosted.event, "active")
+
+    async def activate(self, hosted: Hosted) -> None:
+        """Opens the model for the engine, with every block that is held."""
+        await self.open(hosted)
         for block in sorted(hosted.residency.held - hosted.residency.runnable):
             await self.attach(hosted, block)
 
@@ -72,7 +76,7 @@ class Opening:
             hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         hosted.residency = hosted.residency.run(block)
         hosted.tell(hosted.event, f"runs block {block}")
-        if hosted.residency.complete:
+        if len(hosted.residency.runnable) == hosted.manifest.n_blocks:
             self._changed()  # before that, each block is reported by itself
 
     async def close(self, hosted: Hosted, cause: str, *, asleep: bool = False) -> None:

@@ -78,6 +78,7 @@ async def test_a_model_comes_to_the_device_and_goes(
             await up.release("b", keep=Tier.HOST)
             await up.until_holds("b", {Tier.HOST: ALL})
             await up.apply("b", {}, event="ev-3")
+            await up.until_holds("b", {Tier.GPU: ALL})
             assert await up.generate("b", request="awake") == tokens
             assert len(link.copies.done) == len(ALL)  # what it had on the device is still there
             await up.release("b")

@@ -266,6 +266,7 @@ async def test_a_model_that_wakes_or_comes_back_is_not_packed_again(
         tokens = await up.generate("a", request="before")
         await up.release("a", keep=Tier.HOST)
         await up.apply("a")
+        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
         assert await up.generate("a", request="after") == tokens
         assert len(packings) == once
         await up.release("a")
@@ -273,6 +274,35 @@ async def test_a_model_that_wakes_or_comes_back_is_not_packed_again(
         await up.until_arrived("a", ALL, event="from disk")
         assert len(packings) == once
         assert await up.generate("a", request="back") == tokens
+
+
+async def test_a_sleeping_model_comes_to_the_engine_block_by_block(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    attach, ready = Worker.attach, asyncio.Semaphore(0)
+
+    async def slow(self: Worker, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        await ready.acquire()
+        await attach(self, model_id, block, buffer)
+
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        tokens = await up.generate("a", request="before")
+        await up.release("a", keep=Tier.HOST)
+        monkeypatch.setattr(Worker, "attach", slow)
+        await up.apply("a", promote=ALL, event="wake")  # answered before any block is there
+        for block in ALL[:2]:
+            ready.release()
+            await up.until_arrived("a", (block,), event="wake")
+        await up.until_holds("a", {Tier.GPU: ALL[:2], Tier.HOST: ALL[2:], Tier.DISK: ALL})
+        ready.release()
+        await up.release("a", keep=Tier.HOST)  # while the next block is on its way
+        await up.until_holds("a", {Tier.HOST: ALL, Tier.DISK: ALL})
+        for _ in ALL:
+            ready.release()
+        await up.apply("a", promote=ALL, event="wake again")
+        await up.until_arrived("a", ALL, event="wake again")
+        assert await up.generate("a", request="after") == tokens
 
 
 async def test_a_tokenizer_comes_again_when_the_model_wakes(
