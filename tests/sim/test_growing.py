@@ -3,6 +3,7 @@ registry's after every change (`simulation.checked`)."""
 
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from services.planner.core.multicast.strategies import STRATEGIES
@@ -60,3 +61,14 @@ def test_a_node_dies_while_a_grown_event_loads() -> None:
     assert records
     assert records[0].state is EventState.COMPLETE
     assert records[0].repairs
+
+
+def test_an_event_grows_while_sleeping_copies_wake() -> None:
+    slow = SPEC_8.hardware.nic_bytes_per_s
+    hardware = msgspec.structs.replace(SPEC_8.hardware, pcie_bytes_per_s=slow)
+    spec = replace(SPEC_8, hardware=hardware, anticipate=True)
+    again = [replace(each, at=each.at + 40.0) for each in (*FIRST, *MORE)]
+    verdict = play(Scenario(0, spec, (*FIRST, *MORE, *MOST, *again), ()))
+    assert not verdict.violations
+    woken = [record for _, record in verdict.ended if record.targets and not record.transfers]
+    assert any(record.growths for record in woken), verdict.ended

@@ -130,8 +130,8 @@ class Hosting:
     # --- plans ---
 
     async def apply(self, plan: ApplyPlan) -> None:
-        """Takes up a plan. When this returns, the model has its space, engine and regions, its pulls
-        run, and blocks that it held already come to the engine.
+        """Takes up a plan. When this returns, the model has its space, engine and regions, its
+        pulls run, and blocks that it held already come to the engine.
 
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
