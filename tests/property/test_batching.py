@@ -254,6 +254,8 @@ class Network:
         self.dead: set[str] = set()
         self.generated: dict[str, list[int]] = {}
         """What each attempt has generated, with the tokens that it began with."""
+        self.yields: dict[str, str] = {}
+        """The attempt that each one takes over from, once it asks it to yield."""
         self.open: dict[str, Submit] = {}
         """Accepted attempts that have not ended, by sequence key."""
         self.next_index: dict[str, int] = {}
@@ -306,10 +308,9 @@ class Network:
         if message is None:
             self.do(target, batcher.peer_lost(f"mem://{sender}", Failure("peer_lost", sender)))
         else:
-            led = isinstance(message, Yield) and self.leads(target, message.sequence)
+            if isinstance(message, Yield):
+                self.yields[message.taker] = message.sequence
             commands = batcher.received(message)
-            if isinstance(message, Yield) and led and not self.leads(target, message.sequence):
-                del self.open[message.sequence]
             if isinstance(message, Admit):
                 self.check_answer(target, message, commands)
             self.do(target, commands)
@@ -426,6 +427,10 @@ class Network:
 
     def sent(self, name: str, command: Send) -> None:
         target = command.address.removeprefix("mem://")
+        if isinstance(command.message, Yielded):
+            old = self.yields[command.message.taker]
+            if not self.leads(name, old):
+                self.open.pop(old, None)
         moves = isinstance(command.message, KvAsk | KvHere | KvDone | Yield | Yielded)
         assert moves or target != name
         if target in self.dead:

@@ -298,15 +298,13 @@ class Leader:
         return next((s for s in self.running.values() if attempt_of(s.key) == key), None)
 
     def yield_up(self, message: Yield) -> list[Command]:
-        """Another node has the sequence's KV: it ends here."""
-        generated: tuple[int, ...] = ()
-        commands: list[Command] = []
+        """Another node has the sequence's KV: it ends here, with the step that it is in."""
         sequence = self.attempt(message.sequence)
-        if sequence and message.secret == secret_of(sequence.submit):
-            generated = tuple(sequence.tokens[sequence.submit.prompt_tokens :])
-            commands = self.end([sequence], None)
-        answer = Yielded(message.taker, generated)
-        return [*commands, Send(message.to, answer, cause=self._handled.cause)]
+        known = sequence is not None and message.secret == secret_of(sequence.submit)
+        if sequence is None or not known or sequence.yields_to:
+            return [Send(message.to, Yielded(message.taker, ()), cause=self._handled.cause)]
+        sequence.yields_to = message
+        return [] if sequence.flight is not None else self.end([sequence], None)
 
     def propose(self, part: Part, spare: int) -> Part:
         """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
@@ -354,6 +352,8 @@ class Leader:
                 commands.append(_scores(sequence, logprobs[:count], self._handled.cause))
                 logprobs = logprobs[count:]
             if draw is None:
+                if sequence.yields_to:
+                    over.append(sequence)
                 continue
             if not drawn or drawn[:-1] != draw.proposed[: len(drawn) - 1]:
                 cut.append(sequence)
@@ -362,7 +362,7 @@ class Leader:
             self.accepted += len(drawn) - 1
             said, finish = _taken(sequence, drawn, logprobs, self._handled.cause)
             commands += said
-            if finish is not Finish.NOT_YET:
+            if finish is not Finish.NOT_YET or sequence.yields_to:
                 over.append(sequence)
         return commands + self.end(over, None) + self.end(cut, WRONG_TOKENS)
 
@@ -398,6 +398,9 @@ class Leader:
                 released.append(sequence.key)
             if takes:
                 told.append(Settled(sequence.key, cause=cause))
+            if to := sequence.yields_to:
+                generated = tuple(sequence.tokens[sequence.submit.prompt_tokens :])
+                told.append(Send(to.to, Yielded(to.taker, generated), cause=cause))
             elsewhere += [(address, sequence.key) for address in sequence.path.followers]
             if failure:
                 submit = sequence.submit

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from services.node.core.kv import whole_pages
-from services.node.core.microbatches import Finish, Part, Path
+from services.node.core.microbatches import Finish, Part, Path, Yield
 from services.node.core.room import kv_soon
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.core.speculation import Speculation
@@ -86,6 +86,8 @@ class Sequence:
     position: int = 0
     cached: int = 0
     """Tokens whose KV was cached, or came from another node, when it first began to run."""
+    yields_to: Yield | None = None
+    """It ends when the step that it is in is over, because another node has its KV."""
     received: int = 0
     """Positions whose KV came from another node. It has not begun to run yet."""
     flight: int | None = None
@@ -255,9 +257,11 @@ class Sequence:
 
     def learn(self, generated: tuple[int, ...]) -> range:
         """Takes over what its request has generated elsewhere. Returns the indices of the tokens
-        that are new here. Tokens that do not continue those known here change nothing."""
+        that are new here. Tokens that do not continue those known here, or that end the request,
+        change nothing."""
         known = len(self.tokens) - self.submit.prompt_tokens
         fits = known <= len(generated) < self.submit.max_tokens
+        fits &= not set(generated).intersection(self.submit.stop_ids)
         if not fits or list(generated[:known]) != self.tokens[self.submit.prompt_tokens :]:
             return range(0)
         self.tokens += generated[known:]
