@@ -14,6 +14,8 @@ PACED = {
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
     "LAMBDASCALE_NODE_SLOTS": "4",
     "LAMBDASCALE_PLANNER_IDLE_S": "1",
+    # No copies that sleep: the second event would wake them in 30 ms, and be over before any fault.
+    "LAMBDASCALE_PLANNER_ANTICIPATE": "false",
     "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "300000",
 }
 ROLES = ("planner", "registry")
