@@ -13,7 +13,12 @@ from shared.bus.base import On
 from shared.clock import now
 from shared.ids import EventId, RequestId
 from shared.messages.changes import whole_set
-from shared.messages.instances import InstanceChange, InstanceSet
+from shared.messages.instances import (
+    InstanceChange,
+    InstanceSet,
+    InstanceSets,
+    InstancesQuery,
+)
 from shared.messages.pool import Tier
 from shared.messages.scaling import EventChanged, EventRecord
 from simulation import loop, systems
@@ -34,6 +39,8 @@ SAMPLE_S = 0.25
 BIN_S = 0.1
 TAIL_S = 10.0
 """How long the cluster is watched after the last token."""
+ASK_S = 2.0
+"""Seconds in which the planner answers."""
 LIMIT_S = 7 * 86400.0
 """The most virtual seconds for a run that does not end."""
 
@@ -171,9 +178,14 @@ class Watch:
         self._sets: dict[str, InstanceSet] = {}
 
     async def begin(self) -> None:
-        await self._cluster.bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
+        bus = self._cluster.bus
+        await bus.subscribe(subjects.EVENTS, On(EventChanged, self._on_event))
         sets = On(InstanceSet, self._on_instances), On(InstanceChange, self._on_change)
-        await self._cluster.bus.subscribe(subjects.INSTANCES, *sets)
+        await bus.subscribe(subjects.INSTANCES, *sets)
+        query = InstancesQuery()  # what is said from now on is mostly what has changed
+        known = await bus.request(subjects.PLANNER_INSTANCES, query, InstanceSets, timeout=ASK_S)
+        for each in known.sets:
+            await self._on_instances(each)
 
     async def tick(self, progress: Callable[[float], None]) -> None:
         while True:

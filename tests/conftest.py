@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, settings
 
 import services.node.engine  # noqa: F401 - before the oracle's torch multiplies anything
 from services.local.nats_server import NatsServer
-from shared import clock
+from shared import clock, telemetry
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
@@ -93,8 +93,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Iterator[None]:
     """Refuses a test that leaves its clock to the tests after it, and takes back how commands and
-    services that ran in this process have set up their logs."""
+    services that ran in this process have set up their logs and traces."""
     yield
+    telemetry.shutdown()
     log_plainly()
     assert clock.wall_source is time.time_ns, "the test has replaced the wall clock and left it so"
 
