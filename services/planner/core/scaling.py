@@ -3,12 +3,14 @@ changes, and at `Decision.wake_at`.
 
 Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
 sequences, by KV tokens, or by the prefill that requests wait for, whichever is most. More replicas
-are asked for only when work waits, and replicas on their way count, so a burst is answered once. A
-little work must wait for a while, so that a blip moves no weights; a queue worth several instances
-is answered at once. While the load grows, the expected load at the time when more replicas are
-there is answered at once, too. A model with objectives gets the least number of replicas that keeps
-them (`objectives`). Each replica goes when it has not been needed for the keep-alive time: scaling
-back up is cheap here (BlitzScale, section 5.4). `keeping` says how long its copy stays in memory.
+are asked for when work waits, or when sequences are expected to find no slot or no KV by the time
+at which a further replica would be there. Replicas on their way count, so a burst is answered once.
+A little work must wait for a while, so that a blip moves no weights; a queue worth several
+instances is answered at once. While the load grows, the expected load at the time when more
+replicas are there is answered at once, too. A model with objectives gets the least number of
+replicas that keeps them (`objectives`). Each replica goes when it has not been needed for the
+keep-alive time: scaling back up is cheap here (BlitzScale, section 5.4). `keeping` says how long
+its copy stays in memory.
 """
 
 import math
@@ -238,13 +240,10 @@ def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
     total = have + coming
     load = fulls(demand, policy)
     objectives = policy.objectives
-    if policy.fixed is not None or not (objectives.any and policy.prefill_s_per_token):
-        load /= policy.fill
-        want = wanted(load, policy)
-        short = policy.fill < 1 or _is_short(demand, policy, have, total)
-        return _Aim(load, want, want, short)
     work = work_of(demand, policy)
     supply = policy.supply or Supply(have, coming, policy.horizon_s, policy.horizon_s)
+    if policy.fixed is not None or not (objectives.any and policy.prefill_s_per_token):
+        return _without_objectives(demand, policy, work, supply, have=have, total=total)
     bound = policy.max_instances
     least = min(policy.min_instances, bound)
     want = max(least, needed(work, supply, objectives, bound))
@@ -260,6 +259,32 @@ def _aim(demand: Demand, policy: Policy, *, have: int, coming: int) -> _Aim:
         late=waits_s / slack - 1 if slack else 0.0,
         why="" if want <= least else _why_objective(work, policy, want, supply),
     )
+
+
+def _without_objectives(
+    demand: Demand, policy: Policy, work: Work, supply: Supply, *, have: int, total: int
+) -> _Aim:
+    load = fulls(demand, policy) / policy.fill
+    there = inside(work, supply.horizon_s, policy.fill * total)
+    soon = _filled(there, work, policy) / policy.fill
+    if policy.fixed is not None or soon <= load:
+        want = wanted(load, policy)
+        short = policy.fill < 1 or _is_short(demand, policy, have, total)
+        return _Aim(load, want, want, short)
+    want = wanted(soon, policy)
+    why = (
+        f"{work.rate:.1f} requests a second: in {supply.horizon_s:.1f} s {there:.0f} requests are "
+        f"expected, which fill {want} replicas of {policy.slots} slots; {have} serve, "
+        f"{total - have} on their way"
+    )
+    late = soon / max(1, total) - 1
+    return _Aim(soon, want, want, short=True, looks_ahead=True, late=late, why=why)
+
+
+def _filled(requests: float, work: Work, policy: Policy) -> float:
+    """How many replicas so many requests fill by their slots and KV."""
+    kv = requests * work.kv_each / policy.kv_tokens if policy.kv_tokens else 0.0
+    return max(requests / policy.slots, kv)
 
 
 def work_of(demand: Demand, policy: Policy) -> Work:
@@ -290,12 +315,7 @@ def steady(demand: Demand, policy: Policy) -> float:
     if policy.objectives.any and work.prefill_s:
         ready = replace(work, waiting_s=0.0, inside=math.ceil(there))
         return needed(ready, Supply(0.0), policy.objectives, policy.max_instances)
-    filled = max(
-        there / policy.slots,
-        there * work.kv_each / policy.kv_tokens if policy.kv_tokens else 0.0,
-        work.rate * work.prefill_s,
-    )
-    return filled / policy.fill
+    return max(_filled(there, work, policy), work.rate * work.prefill_s) / policy.fill
 
 
 def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:

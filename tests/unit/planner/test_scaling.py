@@ -316,6 +316,56 @@ def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning
     assert grown.replicas == math.ceil(3.5 + 0.5 / 0.5 * 1.0)
 
 
+# --- what is expected ---
+
+SOON = Supply(1.0, horizon_s=0.7)
+
+
+def test_slots_that_will_be_short_are_asked_for_before_work_waits() -> None:
+    full, quiet = demand(running=SLOTS), Arrivals(rate=1.0, prompt_tokens=10.0, stay_s=4.0)
+    _, decision = aim(full, policy(), quiet, SOON)
+    assert decision.replicas == 1
+    scaler, held = aim(full, policy(), replace(quiet, rate=2.5), SOON)
+    assert held.replicas == 1, "about five requests: a little too many must last for a while"
+    assert held.wake_at is not None
+    _, decision = aim(
+        full, policy(), replace(quiet, rate=2.5), SOON, scaler=scaler, now=held.wake_at
+    )
+    assert decision.replicas == 2
+    assert decision.cause == (
+        "2.5 requests a second: in 0.7 s 5 requests are expected, which fill 2 replicas of 4 "
+        "slots; 1 serve, 0 on their way"
+    )
+    _, decision = aim(full, policy(), replace(quiet, rate=20.0), SOON)
+    assert decision.replicas == 5, "four times as many: at once"
+
+
+def test_kv_that_will_be_short_is_asked_for_too() -> None:
+    long = Arrivals(rate=1.0, prompt_tokens=900.0, stay_s=4.0)
+    _, decision = aim(demand(running=2), replace(policy(hold=0.0), kv_tokens=1000), long, SOON)
+    assert decision.replicas == 3
+
+
+@given(
+    st.integers(0, 40),
+    st.integers(0, 20),
+    st.floats(0, 100),
+    st.floats(0, 20),
+    st.floats(0.1, 10),
+    st.floats(0, 3),
+)
+def test_more_arrivals_never_mean_fewer_replicas(
+    queued: int, running: int, rate: float, more: float, stay_s: float, horizon_s: float
+) -> None:
+    load, rules = demand(queued=queued, running=running), policy(most=50, hold=0.0)
+    arrivals, supply = Arrivals(rate, 10.0, stay_s), Supply(1.0, horizon_s=horizon_s)
+    _, some = aim(load, rules, arrivals, supply)
+    _, many = aim(load, rules, replace(arrivals, rate=rate + more), supply)
+    assert 1 <= some.replicas <= many.replicas
+    # Work that is there never counts for less because some of it will be over by then.
+    assert some.replicas >= min(aim(load, rules, Arrivals(), supply)[1].replicas, 50)
+
+
 # --- objectives ---
 
 
@@ -372,10 +422,14 @@ def test_what_is_coming_counts_for_when_it_comes() -> None:
     assert early.cause == ""
 
 
-def test_while_nodes_have_measured_nothing_the_queue_decides() -> None:
+def test_while_nodes_have_measured_nothing_slots_decide() -> None:
     rules = with_objective(prefill_s_per_token=0.0)
-    _, decision = aim(demand(queued=80, running=32), rules, BURST, Supply(1.0, horizon_s=0.7))
+    load, alone = demand(queued=80, running=32), Supply(1.0, horizon_s=0.7)
+    _, decision = aim(load, rules, replace(BURST, rate=0.0), alone)
     assert decision.cause.startswith("80 requests queued and 32 running fill 4 replicas")
+    _, decision = aim(load, rules, BURST, alone)
+    assert decision.cause.startswith("60.0 requests a second: in 0.7 s 133 requests are expected,")
+    assert decision.replicas == 5
 
 
 def test_replicas_stay_while_fewer_would_just_keep_the_objective() -> None:
