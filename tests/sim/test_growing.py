@@ -15,8 +15,8 @@ from tests.sim.test_faults import SPEC
 
 NODES = 8
 SPEC_8 = replace(SPEC, nodes=NODES)
-FIRST = tuple(Arrival(1.0, "model", 20, 60) for _ in range(12))
-MORE = tuple(Arrival(2.5 + 0.001 * number, "model", 20, 60) for number in range(20))
+FIRST = tuple(Arrival(1.0, "model", 20, 60) for _ in range(5))
+MORE = tuple(Arrival(2.5 + 0.001 * number, "model", 20, 60) for number in range(5))
 MOST = tuple(Arrival(4.0 + 0.001 * number, "model", 20, 60) for number in range(40))
 GROWN_S = 4.5
 """When all nodes load."""

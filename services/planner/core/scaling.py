@@ -265,7 +265,7 @@ def _without_objectives(
     demand: Demand, policy: Policy, work: Work, supply: Supply, *, have: int, total: int
 ) -> _Aim:
     load = fulls(demand, policy) / policy.fill
-    there = inside(work, supply.horizon_s, policy.fill * total)
+    there = min(inside(work, supply.horizon_s, policy.fill * total), (1 + GROWTH) * work.inside)
     soon = _filled(there, work, policy) / policy.fill
     if policy.fixed is not None or soon <= load:
         want = wanted(load, policy)

@@ -336,8 +336,11 @@ def test_slots_that_will_be_short_are_asked_for_before_work_waits() -> None:
         "2.5 requests a second: in 0.7 s 5 requests are expected, which fill 2 replicas of 4 "
         "slots; 1 serve, 0 on their way"
     )
-    _, decision = aim(full, policy(), replace(quiet, rate=20.0), SOON)
-    assert decision.replicas == 5, "four times as many: at once"
+    fast = replace(quiet, rate=20.0)
+    _, decision = aim(full, policy(), fast, SOON)
+    assert decision.replicas == 2, "four times as many, at once; but no more than twice as many"
+    _, decision = aim(demand(running=3 * SLOTS), policy(), fast, SOON, have=2)
+    assert decision.replicas == 6
 
 
 def test_kv_that_will_be_short_is_asked_for_too() -> None:
