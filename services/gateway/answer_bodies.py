@@ -198,6 +198,7 @@ class AnswerMessage(msgspec.Struct, kw_only=True):
     content: str | None
     """Null if there is none beside calls or thoughts."""
     refusal: None = None
+    annotations: tuple[()] = ()
     tool_calls: list[AnsweredCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET
@@ -239,6 +240,7 @@ class CallDelta(msgspec.Struct):
 class MessageDelta(msgspec.Struct):
     role: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType | None = msgspec.UNSET
+    refusal: msgspec.UnsetType | None = msgspec.UNSET
     tool_calls: list[CallDelta] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
     reasoning: str | msgspec.UnsetType = msgspec.UNSET

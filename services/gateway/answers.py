@@ -177,7 +177,8 @@ class Answers:
     def _opening(self, choice: Choice) -> bytes:
         if self._chat:
             content = "" if choice.plain else None
-            return self._event(choice, {"delta": {"role": "assistant", "content": content}})
+            delta = {"role": "assistant", "content": content, "refusal": None}
+            return self._event(choice, {"delta": delta})
         found = self._logprobs(choice, *self._prompt(choice))
         return self._event(choice, {"text": choice.echo}, found)
 

@@ -23,6 +23,7 @@ async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
         "role": "assistant",
         "content": "hello world",
         "refusal": None,
+        "annotations": [],
     }
     (submit,) = cluster.nodes[1].submits
     assert submit.tokens == (0, 2, *ids_of("hi"), 3)
@@ -32,7 +33,7 @@ async def test_chat(cluster: Cluster, http: aiohttp.ClientSession) -> None:
 async def test_streamed_chat(http: aiohttp.ClientSession) -> None:
     parts = await events(http, CHAT, "chat/completions")
     deltas = [part["choices"][0]["delta"] for part in parts]
-    assert deltas[0] == {"role": "assistant", "content": ""}
+    assert deltas[0] == {"role": "assistant", "content": "", "refusal": None}
     assert "".join(delta.get("content", "") for delta in deltas) == "hello world"
     assert deltas[-1] == {}
     assert parts[-1]["choices"][0]["finish_reason"] == "stop"

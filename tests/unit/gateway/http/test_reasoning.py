@@ -41,6 +41,7 @@ async def test_thoughts_are_apart(http: aiohttp.ClientSession) -> None:
             "role": "assistant",
             "content": "so <think>",
             "refusal": None,
+            "annotations": [],
             "reasoning_content": "why",
             "reasoning": "why",
         }
@@ -55,7 +56,7 @@ async def test_thoughts_are_streamed(http: aiohttp.ClientSession, per_token: boo
     body = {**CHAT, "return_token_ids": per_token, "stream_options": options}
     *parts, last = await events(http, body, "chat/completions")
     deltas = [part["choices"][0]["delta"] for part in parts]
-    assert deltas[0] == {"role": "assistant", "content": None}
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert "".join(delta.get("reasoning_content", "") for delta in deltas) == "why"
     assert [d.get("reasoning") for d in deltas] == [d.get("reasoning_content") for d in deltas]
     assert "".join(delta.get("content") or "" for delta in deltas) == "so <think>"
@@ -73,7 +74,12 @@ async def test_thoughts_that_the_prompt_has_begun_or_ended(
     found = await message(http, {**CHAT, "chat_template_kwargs": {"opened": True}})
     assert (found["reasoning"], found["content"]) == ("why", "so")
     found = await message(http, {**CHAT, "chat_template_kwargs": {"enable_thinking": False}})
-    assert found == {"role": "assistant", "content": "why</think>so", "refusal": None}
+    assert found == {
+        "role": "assistant",
+        "content": "why</think>so",
+        "refusal": None,
+        "annotations": [],
+    }
 
 
 async def test_thoughts_without_an_end(cluster: Cluster, http: aiohttp.ClientSession) -> None:

@@ -98,7 +98,7 @@ async def test_calls_are_streamed(
     cluster.nodes[1].at_once = at_once
     parts = await events(http, {**ASK, "logprobs": logprobs}, "chat/completions")
     deltas = [part["choices"][0]["delta"] for part in parts]
-    assert deltas[0] == {"role": "assistant", "content": None}
+    assert deltas[0] == {"role": "assistant", "content": None, "refusal": None}
     assert "".join(delta.get("content") or "" for delta in deltas) == "I call."
     told = [call for delta in deltas for call in delta.get("tool_calls", [])]
     for index, (name, arguments) in enumerate(CALLS):
