@@ -25,6 +25,7 @@ SETTINGS = {
     "tpot_s": "--tpot-ms",
     "warm": "--warm",
     "schedule": "--schedule",
+    "prefill_share": "--prefill-share",
 }
 """The fields of ModelSet, and the options that set them."""
 SET_DESCRIPTION = """\
@@ -101,6 +102,13 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
         metavar="TEXT|none",
         help="windows of the week in which other numbers hold, see above",
     )
+    change.add_argument(
+        "--prefill-share",
+        type=float,
+        metavar="SHARE",
+        help="the share of the instances that only prefill, while the others only decode, if there "
+        "are at least two; 0: each does both",
+    )
     change.set_defaults(run=lambda args: asyncio.run(_set(args)))
     return change
 
@@ -168,5 +176,6 @@ def rules(record: Mapping[str, Any]) -> str:
         bool(record["warm"]) and f"{record['warm']} warm",
         keep_alive_s is not None and f"keep-alive {keep_alive_s:g} s",
         str(record["schedule"]),
+        bool(record["prefill_share"]) and f"{record['prefill_share']:.0%} of instances prefill",
     )
     return ", ".join(str(part) for part in parts if part)

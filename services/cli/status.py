@@ -160,6 +160,7 @@ def describe(
                 "state": instance.state.value,
                 "capacity": round(instance.capacity, 3),
                 "slots": instance.slots,
+                "role": instance.role.value,
                 "stages": [{"node": s.node, "blocks": [s.start, s.stop]} for s in instance.stages],
                 "event": instance.event,
             }

@@ -24,7 +24,8 @@ columns:
              prompts cached: share of all prompt tokens that were found in it; preempted: sequences
              that gave up their place in it to others; peers: connections, by transport; blocks:
              how many of a model's blocks lie where
-  instances  capacity: throughput in units of a complete replica; slots: sequences at once
+  instances  role: whether it prefills, decodes, or does both; capacity: throughput in units of a
+             complete replica; slots: sequences at once
   events     seconds: until every target had the whole model
 """
 
@@ -116,7 +117,7 @@ def _state(node: Document) -> str:
 def _instances(document: Document) -> list[Document]:
     return [
         {
-            **{key: instance[key] for key in ("id", "model", "state", "capacity", "slots")},
+            **{key: instance[key] for key in ("id", "model", "state", "role", "capacity", "slots")},
             "blocks": " -> ".join(
                 f"{stage['node']} {stage['blocks'][0]}-{stage['blocks'][1] - 1}"
                 for stage in instance["stages"]

@@ -27,6 +27,17 @@ class InstanceState(enum.Enum):
     sooner where they are."""
 
 
+class Role(enum.Enum):
+    """What an instance does for requests."""
+
+    BOTH = "both"
+    PREFILL = "prefill"
+    """Requests begin here. After the first token they move on to an instance that decodes, as soon
+    as one has room."""
+    DECODE = "decode"
+    """Requests come here with their KV. None begins here."""
+
+
 class Instance(msgspec.Struct, frozen=True, kw_only=True):
     id: InstanceId
     stages: tuple[Stage, ...]
@@ -39,6 +50,7 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Sequences that the planner grants it at once (`shared.slots`)."""
     event: EventId | None
     """The scaling event that made the instance."""
+    role: Role = Role.BOTH
 
     @property
     def leader(self) -> NodeId:

@@ -261,6 +261,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     models that are asked for."""
     schedule: str = ""
     """Windows of the week with other numbers, see `shared/schedule.py`."""
+    prefill_share: float = 0.0
+    """The share of the replicas that only prefill; the others only decode. 0: each does both."""
     chunk_bytes: int = 0
     """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
     then assume that relays forward whole blocks, which is later than they do."""
@@ -297,6 +299,7 @@ class ModelSet(Message, frozen=True, kw_only=True, tag="model_set"):
     warm: int | None = None
     schedule: str | None = None
     """Empty: none."""
+    prefill_share: float | None = None
 
 
 class ModelsQuery(Message, frozen=True, kw_only=True, tag="models_query"):

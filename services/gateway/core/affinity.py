@@ -79,7 +79,7 @@ def _holder(table: Table, request: Request, now: float) -> Kept | None:
 
 def _suits(table: Table, route: Route, request: Request, saved: int, now: float) -> bool:
     instance = route.instance
-    if not route.is_free(now, request.shunned) or route.prompts > saved * instance.capacity:
+    if not route.begins(now, request.shunned) or route.prompts > saved * instance.capacity:
         return False
     if len(route.requests) + route.others.requests < LIGHT * instance.slots:
         return True

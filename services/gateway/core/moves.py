@@ -12,6 +12,9 @@ from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.ids import ModelName
 
+WORTH_MOVING = 4
+"""A request with fewer tokens to come ends where it was prefilled."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -25,7 +28,10 @@ class Judged:
 
 
 class Moves:
-    def __init__(self, name: ModelName, table: Table, attempts: Attempts, ledger: Ledger) -> None:
+    def __init__(
+        self, name: ModelName, table: Table, attempts: Attempts, ledger: Ledger, draw: routing.Draw
+    ) -> None:
+        self._draw = draw
         self._name = name
         self._table = table
         self._attempts = attempts
@@ -61,6 +67,20 @@ class Moves:
             if not stays:
                 self._attempts.begin_move(request, target, now)
         return judged
+
+    def hand_over(self, now: float) -> None:
+        """Submits requests that have their first token to instances that decode, as far as these
+        have room. The others go on where they are meanwhile."""
+        for source in self._table.prefilling:
+            ready = [r for r in source.runs() if r.has_token and r.move is None]
+            for request in ready:
+                if request.suspect or request.check or request.remaining < WORTH_MOVING:
+                    continue
+                target = routing.decoding(self._table, request, now, self._draw)
+                if target is not None:
+                    self._attempts.begin_move(request, target, now)
+                elif not request.shunned:
+                    return  # nobody has room
 
     def tell(self, judged: list[Judged], trace: str) -> None:
         """Adds a record of what was decided: whenever a request moved, and the first time that all

@@ -9,7 +9,7 @@ from services.gateway.core.breaker import Breaker
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.requests import Request
 from shared.ids import InstanceId, RequestId
-from shared.messages.instances import Instance, InstanceState
+from shared.messages.instances import Instance, InstanceState, Role
 from shared.slots import Account
 
 SMOOTHING = 16
@@ -146,6 +146,11 @@ class Route:
     def is_free(self, now: float, shunned: Mapping[InstanceId, float]) -> bool:
         """`shunned` names instances that are no candidates before some time."""
         return self.takes(now) and shunned.get(self.instance.id, now) <= now
+
+    def begins(self, now: float, shunned: Mapping[InstanceId, float]) -> bool:
+        """Whether a request may begin here. Those that have their first token may come to any
+        instance that `is_free`."""
+        return self.instance.role is not Role.DECODE and self.is_free(now, shunned)
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths

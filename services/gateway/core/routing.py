@@ -47,7 +47,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
         route = routes[int(draw() * len(routes))]
         if route is found or draw() * fastest >= route.instance.capacity:
             continue
-        if route.is_free(now, request.shunned):
+        if route.begins(now, request.shunned):
             if found is not None:
                 return _lighter(found, route, request)
             found = route
@@ -56,7 +56,11 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
 
 def _survey(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """Looks at all candidates."""
-    free = [route for route in table.open if route.is_free(now, request.shunned)]
+    free = [route for route in table.open if route.begins(now, request.shunned)]
+    return _two(free, request, draw)
+
+
+def _two(free: list[Route], request: Request, draw: Draw) -> Route | None:
     if len(free) < 2:
         return free[0] if free else None
     first = free.pop(_drawn(free, draw))
@@ -99,6 +103,13 @@ def refuge(
     replicas = [route for route in serving if route.instance.is_replica]
     free = [route for route in replicas or serving if route.is_free(now, shunned)]
     return min(free, key=lambda route: (route.load(), len(route.requests)), default=None)
+
+
+def decoding(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
+    """The less loaded of two instances that decode, each drawn in proportion to its capacity. None:
+    all are full."""
+    free = [route for route in table.decoding if route.is_free(now, request.shunned)]
+    return _two(free, request, draw)
 
 
 def secluded(

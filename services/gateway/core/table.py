@@ -7,7 +7,7 @@ from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.ring import Ring, points_of
 from services.gateway.core.routes import PROMPTS_AHEAD, Node, Place, Route, Total
 from shared.ids import InstanceId, NodeId
-from shared.messages.instances import Instance, InstanceSet, InstanceState
+from shared.messages.instances import Instance, InstanceSet, InstanceState, Role
 from shared.slots import weight
 
 
@@ -37,6 +37,9 @@ class Table:
         """None: it has to be made anew once it is needed."""
         self.moving: list[Route] = []
         """Those that move."""
+        self.prefilling: list[Route] = []
+        self.decoding: list[Route] = []
+        """Those that do only this (`Role`)."""
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
         self.within_s = 0.0
@@ -135,8 +138,8 @@ class Table:
         return gone
 
     def has_free(self, now: float) -> bool:
-        """Whether any instance takes a request now."""
-        return any(route.takes(now) for route in self.open)
+        """Whether a request may begin on any instance now."""
+        return any(route.begins(now, {}) for route in self.open)
 
     @property
     def ring(self) -> Ring:
@@ -150,11 +153,13 @@ class Table:
         routes = self.routes.values()
         self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
         self.replicas = {r.instance.leader: r for r in routes if r.instance.is_replica}
-        serving = (r for r in routes if r.instance.state is InstanceState.SERVING)
+        serving = [r for r in routes if r.instance.state is InstanceState.SERVING]
+        self.prefilling = [r for r in serving if r.instance.role is Role.PREFILL]
+        self.decoding = [r for r in serving if r.instance.role is Role.DECODE]
         points = {
             r.instance.leader: points_of(r.instance.capacity)
             for r in serving
-            if r.instance.is_replica
+            if r.instance.is_replica and r.instance.role is not Role.DECODE
         }
         if points != self._points:
             self._points, self._ring = points, None

@@ -14,6 +14,7 @@ from services.planner.core.commands import PlanPaths
 from services.planner.core.desk import Desk
 from services.planner.core.forecast import Expected
 from services.planner.core.instances import Member, Rules, Stages
+from services.planner.core.roles import assign_roles
 from services.planner.core.stimuli import PathsPlanned
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.changes import change_of
@@ -60,6 +61,7 @@ class Fleet:
         self.most_slots = 0
         """The most slots that a replica may have, so that tokens come as fast as the model's
         objective says. 0: no limit."""
+        self.prefill_share = record.prefill_share
         self._desk = desk
         self._record = record
         self._every = frozenset(range(record.n_blocks))
@@ -146,6 +148,12 @@ class Fleet:
 
     def _slots(self, info: NodeInfo) -> int:
         return min(info.slots, self.most_slots) if self.most_slots else info.slots
+
+    def separate(self, prefill_share: float) -> None:
+        """From now on this share of the replicas prefills (`roles`)."""
+        if prefill_share != self.prefill_share:
+            self.prefill_share = prefill_share
+            self.touch()
 
     def drain(self, node: NodeId, draining: bool = True) -> None:
         self._put(replace(self._members[node], draining=draining))
@@ -306,11 +314,11 @@ class Fleet:
         if self._outdated and not self.loading:
             self._outdated = False
             self._planned = instances.plan(self.instances, self._members, self._rules)
-        basis = self._changes, self._planned
+        basis = self._changes, self._planned, self.prefill_share
         if not self._retired and basis == self._basis:
             return
         self._basis = basis
-        self.instances = instances.revise(
+        revised = instances.revise(
             self.instances,
             self._members,
             self._planned,
@@ -319,6 +327,7 @@ class Fleet:
             new_id=self._desk.settings.new_id,
             event=self.cause.event,
         )
+        self.instances = assign_roles(revised, self.prefill_share)
         self._retired = {
             instance.id: self._retired.get(instance.id, at)
             for instance in self.instances

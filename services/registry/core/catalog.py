@@ -164,6 +164,11 @@ def _check(record: ModelRecord) -> None:
             )
     if not 0 <= record.warm <= MOST_COPIES:
         raise BadInput(f"model {record.name!r}: warm {record.warm} must be 0 to {MOST_COPIES}")
+    if not 0 <= record.prefill_share < 1:
+        raise BadInput(
+            f"model {record.name!r}: prefill_share {record.prefill_share} must be 0 (replicas do "
+            "both) or more, and less than 1"
+        )
     try:
         parse(record.schedule)
     except BadInput as error:

@@ -201,13 +201,17 @@ async def test_objectives_and_schedules_outlast_an_import_and_a_restart(
     await publish_model(bus)
     window = "mon-fri 08:00-18:00 min=2"
     wish = ModelSet(name=ModelName("llama"), ttft_s=0.5, tpot_s=0.05, warm=1, schedule=window)
+    wish = msgspec.structs.replace(wish, prefill_share=0.25)
     changed = msgspec.structs.replace(record(), ttft_s=0.5, tpot_s=0.05, warm=1, schedule=window)
+    changed = msgspec.structs.replace(changed, prefill_share=0.25)
     answer = await bus.request(subjects.REGISTRY_MODEL_SET, wish, Models, timeout=WAIT_S)
     assert answer.records == (changed,)
     await publish_model(bus)
     stored = await (await bus.kv(subjects.KV_MODELS)).entries()
     assert [msgspec.msgpack.decode(e.value, type=ModelRecord) for e in stored] == [changed]
-    back = ModelSet(name=ModelName("llama"), ttft_s=0.0, tpot_s=0.0, warm=0, schedule="")
+    back = ModelSet(
+        name=ModelName("llama"), ttft_s=0.0, tpot_s=0.0, warm=0, schedule="", prefill_share=0.0
+    )
     answer = await bus.request(subjects.REGISTRY_MODEL_SET, back, Models, timeout=WAIT_S)
     assert answer.records == (record(),)
 
@@ -224,6 +228,9 @@ async def test_objectives_and_schedules_outlast_an_import_and_a_restart(
         {"tpot_s": float("nan")},
         {"warm": -1},
         {"schedule": "weekdays 8-18 min=2"},
+        {"prefill_share": 1.0},
+        {"prefill_share": -0.1},
+        {"prefill_share": float("nan")},
     ],
 )
 async def test_what_a_model_cannot_have_is_refused(

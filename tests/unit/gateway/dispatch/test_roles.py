@@ -1,0 +1,77 @@
+"""Requests begin where instances prefill, and go on where they decode."""
+
+import msgspec
+
+from services.gateway.core.commands import Send
+from services.gateway.core.moves import WORTH_MOVING
+from shared.ids import NodeId
+from shared.messages.instances import Instance, Role
+from tests.unit.gateway.dispatch.builders import Driver, emitted, sent, withdrawn
+from tests.unit.gateway.support import replica
+
+
+def with_role(instance: Instance, role: Role) -> Instance:
+    return msgspec.structs.replace(instance, role=role)
+
+
+PREFILL = with_role(replica(1), Role.PREFILL)
+DECODE = with_role(replica(2), Role.DECODE)
+
+
+def test_a_request_begins_on_one_and_moves_to_the_other_with_its_first_token() -> None:
+    driver = Driver(DECODE, PREFILL)
+    assert sent(driver.admit("a")) == [("a", "replica-1", 1)]
+    commands = driver.give("a", 1, 0)
+    assert emitted(commands)
+    assert sent(commands) == [("a", "replica-2", 2)]
+    (submit,) = [command.submit for command in commands if isinstance(command, Send)]
+    assert submit.kv_from == PREFILL.stages
+    assert submit.takes_over == 1
+    assert emitted(driver.give("a", 1, 1)), "it goes on meanwhile"
+    assert withdrawn(driver.take("a", 2)) == [("node-1", 1)]
+    assert sent(driver.give("a", 2, 2)) == [], "it stays there"
+
+
+def test_nothing_begins_where_instances_only_decode() -> None:
+    full = with_role(replica(1, slots=1), Role.PREFILL)
+    driver = Driver(full, DECODE)
+    assert sent(driver.admit("a", "b")) == [("a", "replica-1", 1)]
+    assert sent(driver.give("a", 1, 0)) == [("a", "replica-2", 2)]
+    assert sent(driver.take("a", 2)) == [("b", "replica-1", 1)], "its slot is free"
+
+
+def test_while_nobody_that_decodes_has_room_requests_go_on_where_they_are() -> None:
+    driver = Driver(PREFILL, with_role(replica(2, slots=1), Role.DECODE))
+    driver.admit("a", "b")
+    assert sent(driver.give("a", 1, 0)) == [("a", "replica-2", 2)]
+    driver.take("a", 2)
+    assert sent(driver.give("b", 1, 0)) == []
+    assert emitted(driver.give("b", 1, 1))
+    assert sent(driver.give("a", 2, 1, "stop")) == [("b", "replica-2", 2)]
+
+
+def test_a_request_that_is_nearly_over_stays() -> None:
+    driver = Driver(PREFILL, DECODE)
+    driver.admit("a", max_tokens=WORTH_MOVING)
+    assert sent(driver.give("a", 1, 0)) == []
+
+
+def test_an_instance_that_turns_to_decode_keeps_its_requests() -> None:
+    driver = Driver(PREFILL, with_role(replica(2, slots=0), Role.DECODE))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    third = with_role(replica(3), Role.PREFILL)
+    turned = with_role(PREFILL, Role.DECODE)
+    assert sent(driver.publish(turned, DECODE, third)) == []
+    assert sent(driver.admit("b")) == [("b", "replica-3", 1)]
+
+
+def test_what_decoded_on_a_node_that_dies_begins_anew_and_moves_again() -> None:
+    driver = Driver(PREFILL, DECODE, with_role(replica(3), Role.DECODE))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    driver.take("a", 2)
+    driver.give("a", 2, 1)
+    commands = driver.dispatch.on_node_gone(NodeId("node-2"), driver.now, graceful=True)
+    assert sent(commands) == [("a", "replica-1", 3)]
+    assert sent(driver.give("a", 3, 2)) == [("a", "replica-3", 4)]
