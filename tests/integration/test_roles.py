@@ -55,6 +55,10 @@ async def test_requests_are_prefilled_on_one_node_and_decoded_on_another(
         assert up.statuses[decode].tokens_out > up.statuses[prefill].tokens_out
 
 
+async def begun(up: Running, answers: list[Answer]) -> None:
+    await up.until(lambda: all(answer.tokens for answer in answers), "some tokens")
+
+
 async def test_either_side_may_die(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:
     asked = prompts(2 * REQUESTS, TINY.vocab_size, LENGTH)
     expected = oracle.tokens(asked, TOKENS)
@@ -72,7 +76,7 @@ async def test_either_side_may_die(tmp_path: Path, checkpoint: Path, oracle: Ora
                 asyncio.create_task(up.ask(prompt, TOKENS, into=answer))
                 for prompt, answer in zip(asked[part], answers, strict=True)
             ]
-            await up.until(lambda seen=answers: all(a.tokens for a in seen), "some tokens")
+            await begun(up, answers)
             up.kill(victim)
             await asyncio.gather(*asking)
             got = [(answer.tokens, answer.error) for answer in answers]
