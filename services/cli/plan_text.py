@@ -13,6 +13,7 @@ from services.planner.core.multicast.strategies import lower_bound
 from services.planner.core.paths import WeightedPath, plan_paths
 from shared.config import PlannerConfig
 from shared.runs import runs
+from shared.wording import counted
 
 _PATHS_UP_TO = 2048
 """Up to this many nodes x blocks, the paths of every step are computed and shown."""
@@ -69,7 +70,7 @@ def title(plan: Plan) -> str:
     moved = f", moved {unit} at a time" if unit > 1 else ""
     return (
         f"{plan.choice.strategy}: {task.blocks} blocks{moved} from {len(task.sources)} to "
-        f"{task.nodes} nodes (sources: {runs(task.sources)})"
+        f"{counted(task.nodes, 'node')} (sources: {runs(task.sources)})"
     )
 
 

@@ -30,6 +30,7 @@ from shared.messages.load import GatewayLoad
 from shared.messages.scaling import PlannerQuery, PlannerState
 from shared.permissions import Role
 from shared.pool_pages import read_pool
+from shared.wording import counted
 
 READY_S = 60.0
 READY_PER_NODE_S = 3.0
@@ -138,7 +139,7 @@ class Cluster:
         self._fork_server.start()
         await self._start_nats(count)
         before = await self._last_generations()
-        nodes = "1 node" if self.spec.nodes == 1 else f"{self.spec.nodes} nodes"
+        nodes = counted(self.spec.nodes, "node")
         say(f"starting registry, planner, gateway and {nodes}")
         ports = free_ports(self.spec.gateways - 1)
         self._gateway_ports[GATEWAY] = self.spec.gateway_port

@@ -19,7 +19,7 @@ PURE_STDLIB = {
 }  # fmt: skip
 PURE_SHARED = (
     "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.schedule",
-    "shared.slots", "shared.story",
+    "shared.slots", "shared.story", "shared.wording",
 )  # fmt: skip
 
 

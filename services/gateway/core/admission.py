@@ -4,6 +4,7 @@ import math
 
 from shared.errors import BadInput, CapacityExceeded
 from shared.messages.instances import InstanceSet
+from shared.wording import counted
 
 MAX_CHOICES = 128
 """The most completions that one HTTP request may ask for (prompts x n)."""
@@ -21,7 +22,8 @@ def full(waiting: int, limit: int, turn_s: float) -> CapacityExceeded:
     """For a request that finds no room in the queue, or loses its place there to a tenant that has
     less of it. `turn_s`: when it should come again, in seconds."""
     return CapacityExceeded(
-        f"{waiting} requests are waiting for this model and the limit is {limit}: try again later",
+        f"{counted(waiting, 'request is', 'requests are')} waiting for this model and the limit is "
+        f"{limit}: try again later",
         turn_s,
     )
 

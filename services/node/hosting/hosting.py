@@ -27,6 +27,7 @@ from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import ApplyPlan, Pull, ReleaseModel
 from shared.runs import runs
 from shared.story import Story
+from shared.wording import counted
 
 
 class Hosting:
@@ -118,7 +119,7 @@ class Hosting:
             raise
         residency = self.residency_type(model, manifest.n_blocks, self.story).inherit(blocks)
         hosted = self._hosted[model] = Hosted(manifest, span, space, residency)
-        hosted.tell("", f"{len(blocks)} blocks outlived the process before")
+        hosted.tell("", f"{counted(len(blocks), 'block')} outlived the process before")
         await self._data.host(model, manifest, space, blocks)
         if left.active and residency.complete:
             try:
@@ -203,7 +204,9 @@ class Hosting:
     def _promote(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
         cached = self.cache.is_stored(hosted.model)
         if cached:
-            hosted.tell(plan.event, f"comes up from the host cache: {len(blocks)} blocks")
+            hosted.tell(
+                plan.event, f"comes up from the host cache: {counted(len(blocks), 'block')}"
+            )
         hosted.promotion = Promotion(
             self._node,
             hosted.model,

@@ -30,6 +30,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared.ids import ModelId, ModelName, NodeId
+from shared.wording import counted
 
 TURN_S = 10.0
 """Seconds for which a replica serves before a model of the same priority may take its place. A
@@ -376,13 +377,13 @@ def _too_large(claimant: Claim, devices: Collection[Device]) -> str:
 
 
 def _why_not(claimant: Claim, share: Collection[NodeId], entitled: int) -> str:
-    have = len(claimant.replicas)
+    have, fair = len(claimant.replicas), counted(len(share), "replica")
     if entitled <= 0:
         return (
-            f"its fair share of the memory at priority {claimant.priority} is {len(share)} "
-            f"replicas, {have} are there, and nothing sleeps that could give way"
+            f"its fair share of the memory at priority {claimant.priority} is {fair}, it has "
+            f"{have}, and nothing sleeps that could give way"
         )
     return (
-        f"its fair share is {len(share)} replicas, {have} are there; what should give way has just "
+        f"its fair share is {fair}, it has {have}; what should give way has just "
         "begun, or is the last copy of its model"
     )

@@ -28,6 +28,7 @@ from shared.messages.scaling import (
     FirstPartialToken,
     PullFailed,
 )
+from shared.wording import counted
 
 
 class ModelMachine:
@@ -173,7 +174,9 @@ class ModelMachine:
         while a scaling event runs that would have to shrink, or cannot grow now."""
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
-            raise BadInput(f"{count} instances asked for, max_instances of the model is {limit}")
+            raise BadInput(
+                f"{counted(count, 'instance')} asked for, max_instances of the model is {limit}"
+            )
         event = self.event
         if event is None or event.over:
             return

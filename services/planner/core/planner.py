@@ -56,6 +56,7 @@ from shared.messages.scaling import (
     ScaleAccepted,
 )
 from shared.story import Transition
+from shared.wording import counted
 
 LOOKS_PER_STRAY = 10
 """How often all arenas are looked through in `planner.stray_s`."""
@@ -279,7 +280,10 @@ class Planner:
         model = self._named(name)
         nodes = len(self._cluster.nodes)
         if count is not None and not 0 <= count <= nodes:
-            raise BadInput(f"{count} instances asked for, {nodes} nodes are there")
+            raise BadInput(
+                f"{counted(count, 'instance')} asked for, "
+                f"{counted(nodes, 'node is', 'nodes are')} there"
+            )
         id_ = model.record.model_id
         if id_ in self._machines.broken:
             raise NotReady(f"the planner failed at {name}, and begins it anew: try again")

@@ -25,6 +25,7 @@ from shared.ids import EventId, NodeId
 from shared.messages.decisions import Decided, Verdict
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventState
+from shared.wording import counted
 
 RETRY_S = 1.0
 """Seconds between a failed event and the next one. It doubles with each further failure."""
@@ -226,7 +227,8 @@ class Replicas:
     def _with_successors(self, decision: Decision, there: int, outgoing: int) -> Decision:
         """The decision, with a replica more for each that the load needs on nodes that leave."""
         replicas = max(decision.replicas, min(self.sizing.wants, there + outgoing))
-        cause = decision.cause or f"{outgoing} replicas are on nodes that leave"
+        there_is = counted(outgoing, "replica is", "replicas are")
+        cause = decision.cause or f"{there_is} on nodes that leave"
         return replace(decision, replicas=replicas, cause=cause)
 
     def _hand_over(self, outgoing: list[NodeInfo], *, enough: bool) -> None:
@@ -287,7 +289,7 @@ class Replicas:
         why = f"room for {coming} is being made" if coming else room.why_not
         if why != self._waits_because:
             self._waits_because = why
-            self._tell(f"waits for memory for {missing} replicas: {why}")
+            self._tell(f"waits for memory for {counted(missing, 'replica')}: {why}")
             self.note(Verdict.WAITS, self.total + missing, why)
             self._log("info", "waits for memory", replicas=missing, why=why)
         return False

@@ -32,6 +32,7 @@ from services.planner.core.objectives import (
     wait_s,
 )
 from services.planner.core.traffic import NO_ARRIVALS, Arrivals
+from shared.wording import counted
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
@@ -164,7 +165,7 @@ def decide(
     in_memory = scaler.idle.kept(policy.max_instances, now, lambda number: keep(number).seconds)
     cause = decision.cause
     if decision.replicas < min(have, in_memory):
-        cause += f"; {in_memory} copies stay in memory, the last for {keep(in_memory)}"
+        cause += f"; {_stay(in_memory)} in memory, the last for {keep(in_memory)}"
     return scaler, replace(decision, in_memory=in_memory, cause=cause)
 
 
@@ -357,30 +358,40 @@ def _prefill_s(demand: Demand, policy: Policy) -> float:
 
 def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:
     if policy.fixed is not None:
-        return f"operator asked for {policy.fixed} replicas, {have + coming} there"
+        return f"operator asked for {counted(policy.fixed, 'replica')}, {have + coming} there"
     if have + coming < policy.min_instances and want <= policy.min_instances:
         return policy.floor_why or f"fewer than min_instances={policy.min_instances}"
     return (
-        f"{_in_words(demand, policy)} fill {want} replicas of {policy.slots} slots; "
+        f"{_in_words(demand, policy)} fill {counted(want, 'replica')} of "
+        f"{counted(policy.slots, 'slot')}; "
         f"{have} serve, {coming} on their way"
     )
 
 
 def _cause_down(demand: Demand, policy: Policy, have: int, kept: int, since_s: float) -> str:
     if policy.fixed is not None:
-        return f"operator asked for {policy.fixed} replicas, {have} serve"
+        return f"operator asked for {counted(policy.fixed, 'replica')}, {have} serve"
     arriving = demand.arrivals.rate
     rate = f", {arriving:.1f} requests a second" if arriving >= 0.05 else ""
     return (
-        f"{have} replicas serve, {kept} {'is' if kept == 1 else 'are'} enough for {since_s:.1f} s "
+        f"{_serve(have)}, {kept} {'is' if kept == 1 else 'are'} enough for {since_s:.1f} s "
         f"(keep-alive {policy.idle_s:g} s): {_in_words(demand, policy).rstrip(',')}{rate}"
     )
+
+
+def _serve(replicas: int) -> str:
+    return counted(replicas, "replica serves", "replicas serve")
+
+
+def _stay(copies: int) -> str:
+    return counted(copies, "copy stays", "copies stay")
 
 
 def _in_words(demand: Demand, policy: Policy) -> str:
     prefill = _prefill_s(demand, policy)
     due = f", {prefill:.1f} s of prefill due," if prefill >= 0.1 else ""
-    return f"{demand.queued_requests} requests queued and {demand.running_requests} running{due}"
+    queued = counted(demand.queued_requests, "request")
+    return f"{queued} queued and {demand.running_requests} running{due}"
 
 
 def _why_objective(work: Work, policy: Policy, want: int, supply: Supply) -> str:
@@ -392,12 +403,13 @@ def _why_objective(work: Work, policy: Policy, want: int, supply: Supply) -> str
         if seconds
     ]
     there = inside(work, supply.horizon_s, work.fill * want)
-    size = f"{batch(work, objectives)} slots"
+    size = counted(batch(work, objectives), "slot")
     if work.kv_tokens:
         size += f" and {work.kv_tokens} KV positions"
     return (
         f"{work.rate:.1f} requests a second of {work.prefill_s:.3f} s prefill each; in "
         f"{supply.horizon_s:.1f} s {there:.0f} requests and {due_s(work, supply):.2f} s of prefill "
-        f"are expected, which takes {want} replicas of {size} to keep {' and '.join(aims)}; "
+        f"are expected, which takes {counted(want, 'replica')} of {size} to keep "
+        f"{' and '.join(aims)}; "
         f"{supply.now:.1f} serve, {supply.coming} are on their way"
     )

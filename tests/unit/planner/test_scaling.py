@@ -83,7 +83,7 @@ def test_the_first_request_is_answered_at_once() -> None:
     _, decision = ask(demand(queued=1), policy())
     assert decision.replicas == 1
     assert decision.cause == (
-        "1 requests queued and 0 running fill 1 replicas of 4 slots; 0 serve, 0 on their way"
+        "1 request queued and 0 running fill 1 replica of 4 slots; 0 serve, 0 on their way"
     )
 
 
