@@ -5,7 +5,8 @@ each other service, four nodes) is under a steady load. Each process in turn is 
 (SIGTERM) and started again, and the next one's turn comes when all is well: nodes, then registries,
 planners and gateways, then nats-servers. With `--from DIR`, a
 checkout of the release before, the cluster begins as that release, and each process comes back as
-this one, so that both work side by side. Every answer is compared with what transformers says.
+this one, so that both work side by side. Settings that the release before does not know are not set
+at all. Every answer is compared with what transformers says.
 """
 
 import argparse
@@ -13,6 +14,7 @@ import asyncio
 import itertools
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -48,6 +50,31 @@ WELL_S = 120.0
 """Seconds within which all must be well again after a restart."""
 AFTER_S = 2.0
 """Seconds of load after the last restart."""
+
+
+_PRINT_SETTINGS = """
+from msgspec.structs import fields
+from shared.config import PREFIX, Config
+
+for table in fields(Config):
+    for key in fields(table.type):
+        print(f"{PREFIX}{table.name}_{key.name}".upper())
+"""
+"""Prints the settings of the release in whose checkout it runs, as variables of the environment."""
+
+
+def settings_of(checkout: Path) -> set[str]:
+    """The variables that a release has settings for. CalledProcessError if it does not say so."""
+    command = (sys.executable, "-c", _PRINT_SETTINGS)
+    said = subprocess.run(command, cwd=checkout, stdout=subprocess.PIPE, text=True, check=True)
+    return set(said.stdout.split())
+
+
+def common_settings(before: Path) -> tuple[str, ...]:
+    """The command that runs another command with those settings only that both releases know: what
+    is new is set when all are upgraded. Empty: they know the same."""
+    new = settings_of(Path(__file__).parents[1]) - settings_of(before)
+    return ("env", *(f"--unset={name}" for name in sorted(new))) if new else ()
 
 
 class Load:
@@ -110,9 +137,10 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
     make_checkpoint(checkpoint, MODEL)
     asked = prompts(0)
     right = await asyncio.to_thread(answers, checkpoint, asked, TOKENS)
-    within = ("env", "-C", str(before)) if before else ()
+    common = common_settings(before) if before else ()
+    release = (*(common or ("env",)), "-C", str(before)) if before else ()
     sockets = {name: {HEALTH: str(directory / f"{name}.sock")} for name in harness.roles()}
-    places = {name: Place(within=within, settings=sockets[name]) for name in sockets}
+    places = {name: Place(within=release, settings=sockets[name]) for name in sockets}
     spec = ClusterSpec(
         directory=directory / "cluster",
         nodes=harness.NODES,
@@ -141,7 +169,7 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
                     began = time.monotonic()
                     cluster.signal(name, signal.SIGTERM)
                     await cluster.ended(name)
-                    places[name] = Place(settings=sockets[name])
+                    places[name] = Place(within=common, settings=sockets[name])
                     await cluster.start_again(name)
                     await until_well(cluster, bus, watch)
                     if not name.startswith(NATS):  # that is back when `start_again` returns
