@@ -46,10 +46,14 @@ class Connections:
         delegates."""
         return lambda: Connection(self, make())
 
+    def of(self, transport: asyncio.BaseTransport | None) -> "Connection | None":
+        """The open connection with this transport."""
+        return None if transport is None else self._open.get(transport)
+
     @contextmanager
     def serving(self, transport: asyncio.BaseTransport | None) -> Iterator[None]:
         """While a request runs on a connection."""
-        connection = None if transport is None else self._open.get(transport)
+        connection = self.of(transport)
         if connection is None:  # it has ended meanwhile
             yield
             return
@@ -99,6 +103,8 @@ class Connection(asyncio.Protocol):
         self._running = 0
         self._started = False
         """Whether a byte has come."""
+        self._full = False
+        """Whether the client reads more slowly than it is written to."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
@@ -129,16 +135,27 @@ class Connection(asyncio.Protocol):
             self._inner.connection_lost(exc)
 
     def pause_writing(self) -> None:
+        self._full = True
         self._wait(self._all.timeout_s, self._transport.abort)
         if self._inner is not None:
             self._inner.pause_writing()
 
     def resume_writing(self) -> None:
+        self._full = False
         self._rest()
         if self._inner is not None:
             self._inner.resume_writing()
         if not self._running:
             self._wait(IDLE_S, self._transport.abort)
+
+    @property
+    def takes(self) -> bool:
+        """Whether something can be written now, without waiting for the client to read on."""
+        return not (self._full or self._transport.is_closing())
+
+    def write(self, data: bytes) -> None:
+        """Writes a part of an answer past aiohttp, which takes a coroutine for it."""
+        self._transport.write(data)
 
     def begin(self) -> None:
         """A request's headers have come."""

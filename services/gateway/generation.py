@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
 from types import TracebackType
-from typing import NamedTuple, Self
+from typing import NamedTuple, Protocol, Self
 
 from services.gateway.answer_bodies import CompletionTokensDetails, PromptTokensDetails, Usage
 from services.gateway.api_error import ApiError, of_error
@@ -38,6 +38,17 @@ class Delta(NamedTuple):
     """How many of them are thoughts."""
 
 
+class Outlet(Protocol):
+    """Where deltas go at once, without a task of the client's in between."""
+
+    @property
+    def ready(self) -> bool:
+        """Whether it takes one now."""
+
+    def put(self, delta: Delta) -> None:
+        """Takes the next one."""
+
+
 class Generation:
     """The completions of one HTTP request. Leaving the context cancels those that have not
     ended."""
@@ -64,6 +75,8 @@ class Generation:
         self._tab = tab
         self._arrived, self._arrived_ns = now(), wall_ns()
         self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
+        self.outlet: Outlet | None = None
+        """Takes deltas as they come, while it is ready and `deltas` has given all before them."""
         self._at_once = at_once or len(choices)
         self._later: deque[Choice] = deque()
         """Choices that have not begun."""
@@ -204,7 +217,18 @@ class Generation:
             raise self.fail(error) from error
 
     def _give(self, choice: Choice, piece: Piece) -> None:
-        self._pieces.put((choice, piece))
+        outlet = self.outlet
+        if outlet is None or self._pieces or not isinstance(piece, Emit) or not outlet.ready:
+            self._pieces.put((choice, piece))
+            return
+        try:
+            if delta := self.take(choice, piece):
+                outlet.put(delta)
+        except Exception as error:  # the boundary of one client's answer: `deltas` raises it
+            self.outlet = None
+            self._pieces.fail(error)
+        if not self.open:
+            self._pieces.wake()
 
     @property
     def generation(self) -> Self:

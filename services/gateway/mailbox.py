@@ -17,15 +17,24 @@ class Mailbox(Generic[Item]):
         self._timer: asyncio.TimerHandle | None = None
         self._since = 0.0
         """When the wait that is under way began."""
+        self._error: Exception | None = None
+
+    def __len__(self) -> int:
+        return len(self._items)
 
     def put(self, item: Item) -> None:
         self._items.append(item)
-        self._wake()
+        self.wake()
+
+    def fail(self, error: Exception) -> None:
+        """The reader gets the error instead of what comes from now on."""
+        self._error = error
+        self.wake()
 
     async def take(self, patience_s: float | None) -> list[Item]:
         """Everything that came since the last time. Waits for the first item; returns an empty list
-        if none comes within `patience_s`, which is the same at every call."""
-        if not self._items:
+        if none comes within `patience_s`, which is the same at every call, or if it is woken."""
+        if not self._items and self._error is None:
             if patience_s is not None:
                 self._since = self._loop.time()
                 if self._timer is None:
@@ -35,6 +44,8 @@ class Mailbox(Generic[Item]):
                 await self._waiter
             finally:
                 self._waiter = None
+        if self._error is not None:
+            raise self._error
         items, self._items = self._items, []
         return items
 
@@ -48,10 +59,11 @@ class Mailbox(Generic[Item]):
         only when it fires."""
         left = self._since + patience_s - self._loop.time()
         if self._waiter is None or left <= 0:
-            self._wake()
+            self.wake()
             left = patience_s
         self._timer = self._loop.call_later(left, self._look, patience_s)
 
-    def _wake(self) -> None:
+    def wake(self) -> None:
+        """Ends a wait."""
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)

@@ -92,9 +92,13 @@ class Generating:
         if key is not None:
             return await self._answer_keyed(request, asked, key, generation, codec, encoder_of)
         encoder = encoder_of(generation, request[ID], codec, int(time.time()))
+        # What takes long to write (a line for every token of the prompt) is written by its task.
+        direct = None if generation.scored else self._connections.of(request.transport)
         async with generation:
             if asked.stream:
-                return await sending.stream(request, generation, encoder, self._log, request[ID])
+                return await sending.stream(
+                    request, generation, encoder, direct, self._log, request[ID]
+                )
             return await sending.whole(generation, encoder)
 
     async def _answer_keyed(
@@ -114,7 +118,7 @@ class Generating:
             if not asked.stream:
                 return await sending.whole(reader, encoder)
             numbered = NumberedAnswers(encoder, marks, count)
-            return await sending.stream(request, reader, numbered, self._log, request[ID])
+            return await sending.stream(request, reader, numbered, None, self._log, request[ID])
 
     async def _structured(self, asked: Asked, read: Read) -> tuple[Asked, Read]:
         """What is asked for with the grammar of the whole reply. ApiError 400: it cannot be

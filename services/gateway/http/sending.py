@@ -9,8 +9,9 @@ from aiohttp import web
 
 from services.gateway.api_error import ApiError
 from services.gateway.aside import aside
+from services.gateway.connections import Connection
 from services.gateway.encoder import Encoder, StreamEncoder
-from services.gateway.generation import Generation
+from services.gateway.generation import Delta, Generation
 from services.gateway.keyed_answers import Reader
 from services.gateway.replies.parts import Reply
 from shared.clock import now
@@ -44,11 +45,13 @@ async def stream(
     request: web.Request,
     source: Generation | Reader,
     encoder: StreamEncoder,
+    connection: Connection | None,
     log: structlog.stdlib.BoundLogger,
     call: str,
 ) -> web.StreamResponse:
     """Streams an answer. Headers go out with the first piece, so that an early failure has its own
-    status. `call`: the request's id, for the log."""
+    status. `connection`: the request's, if deltas of `source` are written there as they come.
+    `call`: the request's id, for the log."""
     signs = _Signs(source.generation, encoder)
     response = web.StreamResponse(headers=_NO_STORE)
     response.content_type = "text/event-stream"
@@ -68,6 +71,8 @@ async def stream(
                     await response.prepare(request)
                 await response.write(data)
                 signs.spoken()
+                if connection is not None and source.generation.outlet is None:
+                    source.generation.outlet = _Direct(connection, response, encoder, signs)
             if not response.prepared:
                 await response.prepare(request)
             await response.write(encoder.last())
@@ -84,6 +89,33 @@ async def stream(
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer
     return response
+
+
+class _Direct:
+    """Writes events as they come. A stream writes one for every token: waking its task for each
+    would take as long as all the rest."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        response: web.StreamResponse,
+        encoder: StreamEncoder,
+        signs: "_Signs",
+    ) -> None:
+        """`response`: one that has begun."""
+        self._connection = connection
+        self._chunked = response.headers.get("Transfer-Encoding") == "chunked"
+        self._encoder = encoder
+        self._signs = signs
+
+    @property
+    def ready(self) -> bool:
+        return self._connection.takes
+
+    def put(self, delta: Delta) -> None:
+        if data := self._encoder.events((delta,)):
+            self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
+            self._signs.spoken()
 
 
 class _Signs:

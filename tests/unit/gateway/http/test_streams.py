@@ -1,10 +1,17 @@
 """Streamed answers: events, usage, stop strings, and clients that leave."""
 
 import asyncio
+import itertools
+from collections.abc import Sequence
+from random import Random
 
 import aiohttp
 import pytest
 
+from services.gateway.answers import Answers
+from services.gateway.connections import Connection
+from services.gateway.generation import Delta
+from services.gateway.http.sending import FAILED
 from tests.unit.gateway.http.builders import ASK, CHAT, events, post
 from tests.unit.gateway.support import Cluster, ids_of
 
@@ -153,3 +160,44 @@ async def test_a_client_that_leaves_before_the_first_token(
     await node.until(lambda: len(node.submits) == 1)
     asking.cancel()
     await node.until(lambda: bool(node.cancels))
+
+
+@pytest.mark.parametrize("seed", range(3))
+async def test_tokens_keep_their_order_whichever_way_they_take(
+    cluster: Cluster, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Where the client reads too slowly, a token waits; otherwise it is written at once."""
+    draw = Random(seed)
+    ways: list[bool] = []
+
+    def takes(_: Connection) -> bool:
+        ways.append(draw.random() < 0.5)
+        return ways[-1]
+
+    monkeypatch.setattr(Connection, "takes", property(takes))
+    text = "".join(f"{number:04}" for number in range(100))
+    cluster.nodes[1].script = lambda submit: ids_of(text)
+    cluster.nodes[1].at_once = 3
+    said = ["", ""]
+    for event in await events(http, {**ASK, "max_tokens": 400, "n": 2}, "completions"):
+        (choice,) = event["choices"]
+        said[choice["index"]] += choice["text"]
+    assert said == [text, text]
+    assert set(ways) == {True, False}
+
+
+async def test_a_bug_in_mid_stream_ends_that_stream_with_an_error(
+    cluster: Cluster, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written, calls = Answers.events, itertools.count(1)
+
+    def fail_once(answers: Answers, deltas: Sequence[Delta]) -> bytes:
+        if next(calls) == 6:
+            raise RuntimeError("a bug")
+        return written(answers, deltas)
+
+    monkeypatch.setattr(Answers, "events", fail_once)
+    *parts, last = await events(http, ASK, "completions")
+    assert "".join(part["choices"][0]["text"] for part in parts) == "hello"
+    assert last["error"]["message"] == FAILED
+    await cluster.loaded(lambda load: load.running_requests == 0)
