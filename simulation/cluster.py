@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -116,6 +116,8 @@ class ClusterSpec:
     chunks: int = 1
     """Chunks of the largest block. A relay forwards chunks before it has the block."""
     slots: int = 16
+    kv_moves: Literal["always", "never"] = "never"
+    """Whether requests that move bring their KV along."""
     step_tokens: int = 2048
     standbys: int = 0
     """How many processes stand by for the planner's role, and for the registry's."""
@@ -198,6 +200,7 @@ class NodeParts:
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
+            kv_moves=spec.kv_moves,
             rack=spec.rack(index),
             trunk_bytes_per_s=round(spec.trunk_bytes_per_s / spec.unit),
         )
@@ -242,6 +245,8 @@ class NodeParts:
             send=listener.send,
             emit=listener.emit,
             ran=listener.ran,
+            kv_mover=lambda: listener.kv,
+            worth=listener.worth,
             steps_type=CheckedSteps if spec.checked else Steps,
         )
 

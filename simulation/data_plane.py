@@ -20,6 +20,7 @@ from shared.errors import Conflict
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.scaling import Pull
+from simulation.kv_moves import ModelledKvMover
 from simulation.transport import ONE_CHUNK, Ends, ModelledTransport
 
 T = TypeVar("T")
@@ -48,7 +49,7 @@ class ModelledDataPlane:
         self._outboxes = Outboxes(self._transport, self._spawn, listener)
         self._tasks: dict[asyncio.Task[Any], None] = {}
         self.address = self._transport.address
-        self.kv: KvMover | None = None
+        self.kv: KvMover | None = ModelledKvMover(self._transport, ends.unit, self._spawn)
 
     async def __aenter__(self) -> Self:
         await self._transport.__aenter__()

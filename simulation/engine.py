@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from services.node.checkpoints.packing import digest
-from services.node.core.kv import pages_of
+from services.node.core.kv import movable, pages_of
 from services.node.engine.base import (
     Bell,
     Context,
@@ -193,19 +193,33 @@ class ModelledEngine:
     def receive(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
     ) -> int:
-        raise CapacityExceeded("no KV comes from other nodes here")
-
-    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
-        raise NotFound(f"no KV of {key} has come")
-
-    def position_bytes(self, model_id: ModelId) -> int:
+        model = self.open(model_id)
+        stage = 0, model.manifest.n_blocks
+        sequence = self._kv.start(model_id, stage, range(model.layers[-1]), key, limit)
+        try:
+            self._kv.extend(sequence, movable(len(tokens)))
+        except CapacityExceeded:
+            self._kv.free((key,))
+            raise
+        model.stages[stage] = model.stages.get(stage, 0) + 1
         return 0
 
+    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
+        """Does nothing: no prefixes are cached."""
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return self._kv.position_bytes(model_id)
+
     def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
-        raise NotFound(f"there is no KV of sequence {key} to be copied")
+        sequence = self._kv.find(key)
+        if sequence is None:
+            raise NotFound(f"there is no KV of sequence {key}")
+        layers = self.open(sequence.model_id).layers
+        return self._kv.lend(key, range(layers[blocks[0]], layers[blocks[1]]), first, stop)
 
     def give_back(self, loan: KvLoan) -> None:
-        """Nothing is ever lent."""
+        loan.end()
+        self._kv.give_back(loan)
 
     @property
     def kv_used(self) -> int:

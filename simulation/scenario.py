@@ -8,6 +8,7 @@ least two nodes alone. So whatever happens, all requests can be served.
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import msgspec
 
@@ -75,6 +76,7 @@ class Scenario:
             f"disks {spec.hardware.ssd_bytes_per_s / 1e6:.1f} MB/s, "
             f"at least {spec.min_instances} instances, {spec.standbys} standbys, "
             f"{'copies sleep as history says' if spec.anticipate else 'no history'}, "
+            f"{'KV moves' if spec.kv_moves == 'always' else 'KV is computed'}, "
             f"{spec.gateways} gateways",
             f"{len(self.requests)} requests, "
             f"{sum(r.leaves_after is not None for r in self.requests)} of whose clients hang up, "
@@ -85,7 +87,8 @@ class Scenario:
 
 def scenario(seed: int) -> Scenario:
     draw = random.Random(seed)
-    spec = replace(_spec(draw), anticipate=seed % 2 == 0)
+    kv_moves: Literal["always", "never"] = "always" if seed % 4 < 2 else "never"
+    spec = replace(_spec(draw), anticipate=seed % 2 == 0, kv_moves=kv_moves)
     requests = sorted(_requests(draw, spec), key=lambda request: request.at)
     faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
     if draw.random() < 0.2:

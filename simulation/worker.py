@@ -6,12 +6,16 @@ its end, and calls run at once, as they do in the thread while a step waits for 
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from weakref import ReferenceType, ref
 
+from services.node.core.handover import Worth
+from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
+from services.node.execution.worker import KV_WAIT_S
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, LambdaScaleError, TransportError
@@ -46,13 +50,17 @@ class ModelledWorker:
         emit: EmitTo,
         ran: Ran,
         steps_type: type[Steps] = Steps,
+        kv_mover: Callable[[], KvMover | None] = lambda: None,
+        worth: Worth = lambda model_id, positions, nbytes: True,
     ) -> None:
         """`host` is told which models are in use."""
         self._node = node
         self._engine = engine
         self._pcie = pcie
         self._host = host
-        self._steps = steps_type(
+        self._kv_mover = kv_mover
+        self._make_steps = partial(
+            steps_type,
             node=node,
             engine=engine,
             slots=slots,
@@ -61,6 +69,8 @@ class ModelledWorker:
             emit=emit,
             ran=ran,
             clock=now,
+            worth=worth,
+            post=lambda call: self._tell(lambda steps: call()),
         )
         self._log = telemetry.logger("worker", node=node)
         self._open: dict[ModelId, Manifest] = {}
@@ -78,6 +88,7 @@ class ModelledWorker:
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()
+        self._steps = self._make_steps(kv_mover=self._kv_mover())
 
     async def ready(self) -> None:
         """Returns at once."""
@@ -120,7 +131,13 @@ class ModelledWorker:
 
     async def submit(self, submit: Submit) -> None:
         """The same as Worker.submit, with its errors."""
-        self._do(lambda steps: steps.submit(submit))
+        settled = asyncio.Event()
+        self._do(lambda steps: steps.submit(submit, settled.set))
+        try:
+            async with asyncio.timeout(KV_WAIT_S):
+                await settled.wait()
+        except TimeoutError:
+            self._tell(lambda steps: steps.late(submit))
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
         return self._steps.story.of(subject)

@@ -1,0 +1,68 @@
+"""Requests leave their paths with their KV, whatever happens meanwhile."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
+
+from services.node.core.handover import Takings
+from services.node.core.rows import SequenceKey
+from simulation.chaos import play
+from simulation.faults import Corrupt, Crash, Fault, PeerCut, Whom
+from simulation.scenario import Arrival, Scenario
+from tests.sim.test_faults import SPEC
+
+MOVES = replace(SPEC, kv_moves="always")
+REQUESTS = tuple(Arrival(1 + 0.02 * number, "model", 30, 200) for number in range(24))
+SWITCH_S = 7.5365
+"""When the paths end, and nothing has been read yet."""
+
+
+@pytest.fixture
+def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many takings ended with the KV, and without it."""
+    found: Counter[bool] = Counter()
+    end = Takings.end
+
+    def watched(self: Takings, key: SequenceKey) -> int | None:
+        received = end(self, key)
+        if received is not None:
+            found[received > 0] += 1
+        return received
+
+    monkeypatch.setattr(Takings, "end", watched)
+    return found
+
+
+def right(*faults: Fault) -> None:
+    """Every request gets its tokens, and no invariant is violated."""
+    verdict = play(Scenario(0, MOVES, REQUESTS, faults))
+    assert not verdict.violations
+    ended = [line for line in verdict.log if line.endswith("ended, 200 tokens")]
+    assert len(ended) == len(REQUESTS)
+
+
+def test_requests_move_with_their_kv_when_their_path_ends(ends: Counter[bool]) -> None:
+    right()
+    assert ends[True] > 5
+    assert not ends[False]
+
+
+@pytest.mark.parametrize("node", ["node-0", "node-1", "node-2"])
+def test_nodes_die_while_kv_moves(ends: Counter[bool], node: str) -> None:
+    right(Crash(at=SWITCH_S, lasts=6, whom=Whom(None, node)))
+    assert ends[True]
+
+
+def test_wrong_bytes_are_no_kv(ends: Counter[bool]) -> None:
+    nodes = [Whom(None, f"node-{number}") for number in range(SPEC.nodes)]
+    right(*(Corrupt(at=SWITCH_S, lasts=0, whom=node, reads=4) for node in nodes))
+    assert ends[False]
+
+
+def test_who_cannot_be_reached_lends_nothing(ends: Counter[bool]) -> None:
+    names = [f"node-{number}" for number in range(3)]
+    pairs = combinations(names, 2)
+    right(*(PeerCut(at=SWITCH_S, lasts=5, whom=Whom(None, one), other=two) for one, two in pairs))
+    assert ends[True] + ends[False]
