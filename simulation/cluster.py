@@ -123,6 +123,8 @@ class ClusterSpec:
     """How many processes stand by for the planner's role, and for the registry's."""
     gateways: int = 1
     min_instances: int = 1
+    prefill_share: float = 0.0
+    """The share of each model's replicas that only prefill."""
     objectives: tuple[tuple[str, float, float], ...] = ()
     """(name of a model, its objective for TTFT, for TPOT), in seconds; 0: none."""
     priorities: tuple[tuple[str, int], ...] = ()
@@ -462,7 +464,11 @@ class Cluster:
             ttft_s, tpot_s = objectives.get(record.name, (0.0, 0.0))
             priority = priorities.get(record.name, 0)
             record = msgspec.structs.replace(
-                record, ttft_s=ttft_s, tpot_s=tpot_s, priority=priority
+                record,
+                ttft_s=ttft_s,
+                tpot_s=tpot_s,
+                priority=priority,
+                prefill_share=self.spec.prefill_share,
             )
             await self.bus.request(
                 subjects.REGISTRY_MODEL_ADD, ModelAdd(record=record), Ok, timeout=5.0
