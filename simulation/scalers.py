@@ -15,7 +15,8 @@ from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
 from services.gateway.core.routing import Draw, Routing
 from services.gateway.core.table import Table
-from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler, decide, fulls
+from services.planner.core.demand import Demand, Policy, fulls
+from services.planner.core.scaling import Decide, Decision, Scaler, decide
 
 CACHED_S = 15.0
 """Seconds that a model stays in a host's memory after its last use, as in ServerlessLLM's paper."""

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 
-from services.planner.core.scaling import Demand
+from services.planner.core.demand import Demand
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
 

@@ -1,27 +1,30 @@
 """How many replicas a model needs for its load. `decide` is pure, and is called whenever the load
 changes, and at `Decision.wake_at`.
 
-Load is counted in *instance-fulls*: how many instances the work in the system would fill, by
-sequences, by KV tokens, or by the prefill that requests wait for, whichever is most. More replicas
-are asked for when work waits, or when sequences are expected to find no slot or no KV by the time
-at which a further replica would be there. Replicas on their way count, so a burst is answered once.
-A little work must wait for a while, so that a blip moves no weights; a queue worth several
-instances is answered at once. While the load grows, the expected load at the time when more
+More replicas are asked for when work waits, or when sequences are expected to find no slot or no KV
+by the time at which a further replica would be there. Replicas on their way count, so a burst is
+answered once. A little work must wait for a while, so that a blip moves no weights; a queue worth
+several instances is answered at once. While the load grows, the expected load at the time when more
 replicas are there is answered at once, too. A model with objectives gets the least number of
 replicas that keeps them (`objectives`). Each replica goes when it has not been needed for the
 keep-alive time: scaling back up is cheap here (BlitzScale, section 5.4). `keeping` says how long
 its copy stays in memory.
 """
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from services.planner.core.keeping import NOT_NEEDED, Idle, Keep
+from services.planner.core.demand import (
+    Demand,
+    Policy,
+    filled,
+    fulls,
+    prefill_s,
+    wanted,
+    work_of,
+)
+from services.planner.core.keeping import NOT_NEEDED, Idle
 from services.planner.core.objectives import (
-    NO_OBJECTIVES,
-    Objectives,
     Supply,
     Work,
     batch,
@@ -31,7 +34,6 @@ from services.planner.core.objectives import (
     slack_s,
     wait_s,
 )
-from services.planner.core.traffic import NO_ARRIVALS, Arrivals
 from shared.wording import counted
 
 STRONG = 2.0
@@ -42,65 +44,6 @@ grow."""
 GROWTH = 1.0
 """The most by which load is expected to grow, in multiples of the present load: a short look at a
 burst says little about its length, and an event that runs can still grow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Demand:
-    """A model's work now, summed over gateways."""
-
-    queued_requests: int
-    queued_tokens: int
-    running_requests: int
-    running_tokens: int
-    prompt_tokens: int = 0
-    """Tokens to prefill of requests that wait for their first token, wherever they are."""
-    arrivals: Arrivals = NO_ARRIVALS
-    """What is expected of the next requests."""
-
-    @property
-    def idle(self) -> bool:
-        return self.queued_requests + self.running_requests == 0
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    min_instances: int
-    max_instances: int
-    """The number of nodes, or the model's own limit."""
-    slots: int
-    """How many sequences one replica runs at once."""
-    kv_tokens: int
-    """KV positions that one replica holds. 0: not known, and KV does not count."""
-    queue_per_instance: float
-    prefill_wait_s: float
-    """Seconds of prefill that may wait for one replica."""
-    scale_up_hold_s: float
-    horizon_s: float
-    """How far ahead growing load is predicted: about as long as loading takes."""
-    idle_s: float
-    prefill_s_per_token: float = 0.0
-    """Seconds, as nodes measured them. 0: not known, and prefill does not count."""
-    keep_asleep: Callable[[int], Keep] | None = None
-    """How long the copy of the replica of a number is kept in memory, asleep, when the replica is
-    not needed. None: not at all."""
-    fixed: int | None = None
-    """The operator's number of replicas, which overrules the load."""
-    fill: float = 1.0
-    """The share of a replica that the load is meant to fill. Less than 1: more are asked for before
-    work waits."""
-    floor_why: str = ""
-    """Why `min_instances` is more than the model's own, in words."""
-    objectives: Objectives = NO_OBJECTIVES
-    decode_s: float = 0.0
-    """Seconds that a pass takes which makes one token of a sequence, as nodes measured it. 0: not
-    known."""
-    supply: Supply | None = None
-    """The replicas that serve and that are loading, for objectives. None: those that load are
-    expected to serve after `horizon_s`."""
-
-    def keep_s(self, _: int) -> float:
-        """How long the replica of a number is kept that is not needed."""
-        return 0.0 if self.fixed is not None else self.idle_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,23 +71,6 @@ class Decision:
     load fills."""
     in_memory: int = 0
     """How many replicas are to be in memory, asleep or not."""
-
-
-def fulls(demand: Demand, policy: Policy) -> float:
-    """How many replicas the work in the system would fill."""
-    tokens = demand.queued_tokens + demand.running_tokens
-    return max(
-        (demand.queued_requests + demand.running_requests) / policy.slots,
-        tokens / policy.kv_tokens if policy.kv_tokens else 0.0,
-        _prefill_s(demand, policy) / policy.prefill_wait_s,
-    )
-
-
-def wanted(load: float, policy: Policy) -> int:
-    """The replicas for `load` instance-fulls, within the policy's bounds."""
-    if policy.fixed is not None:
-        return min(policy.fixed, policy.max_instances)
-    return min(max(policy.min_instances, math.ceil(load)), policy.max_instances)
 
 
 def decide(
@@ -267,7 +193,7 @@ def _without_objectives(
 ) -> _Aim:
     load = fulls(demand, policy) / policy.fill
     there = min(inside(work, supply.horizon_s, policy.fill * total), (1 + GROWTH) * work.inside)
-    soon = _filled(there, work, policy) / policy.fill
+    soon = filled(there, work, policy) / policy.fill
     if policy.fixed is not None or soon <= load:
         want = wanted(load, policy)
         short = policy.fill < 1 or _is_short(demand, policy, have, total)
@@ -280,43 +206,6 @@ def _without_objectives(
     )
     late = soon / max(1, total) - 1
     return _Aim(soon, want, want, short=True, looks_ahead=True, late=late, why=why)
-
-
-def _filled(requests: float, work: Work, policy: Policy) -> float:
-    """How many replicas so many requests fill by their slots and KV."""
-    kv = requests * work.kv_each / policy.kv_tokens if policy.kv_tokens else 0.0
-    return max(requests / policy.slots, kv)
-
-
-def work_of(demand: Demand, policy: Policy) -> Work:
-    """The model's work in seconds of one replica."""
-    arrivals = demand.arrivals
-    tokens = demand.queued_tokens + demand.running_tokens - demand.prompt_tokens
-    inside = demand.queued_requests + demand.running_requests
-    return Work(
-        waiting_s=_prefill_s(demand, policy),
-        inside=inside,
-        rate=arrivals.rate,
-        prefill_s=arrivals.prompt_tokens * policy.prefill_s_per_token,
-        token_s=policy.prefill_s_per_token,
-        step_s=policy.decode_s,
-        stay_s=arrivals.stay_s,
-        slots=policy.slots,
-        kv_each=arrivals.prompt_tokens + max(0, tokens) / max(1, inside),
-        kv_tokens=policy.kv_tokens,
-        fill=policy.fill,
-    )
-
-
-def steady(demand: Demand, policy: Policy) -> float:
-    """How many replicas the load needs, as far as it is known, without what has piled up."""
-    work = work_of(demand, policy)
-    usual = work.rate * work.stay_s
-    there = min(work.inside, usual) if usual else work.inside
-    if policy.objectives.any and work.prefill_s:
-        ready = replace(work, waiting_s=0.0, inside=math.ceil(there))
-        return needed(ready, Supply(0.0), policy.objectives, policy.max_instances)
-    return max(_filled(there, work, policy), work.rate * work.prefill_s) / policy.fill
 
 
 def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:
@@ -347,13 +236,8 @@ def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:
         return True
     return (
         demand.queued_requests > policy.queue_per_instance * policy.slots * have
-        or _prefill_s(demand, policy) > policy.prefill_wait_s * have
+        or prefill_s(demand, policy) > policy.prefill_wait_s * have
     )
-
-
-def _prefill_s(demand: Demand, policy: Policy) -> float:
-    """Seconds that one replica would take for all the prefill that is waited for."""
-    return demand.prompt_tokens * policy.prefill_s_per_token
 
 
 def _cause_up(demand: Demand, policy: Policy, have: int, coming: int, want: int) -> str:
@@ -388,7 +272,7 @@ def _stay(copies: int) -> str:
 
 
 def _in_words(demand: Demand, policy: Policy) -> str:
-    prefill = _prefill_s(demand, policy)
+    prefill = prefill_s(demand, policy)
     due = f", {prefill:.1f} s of prefill due," if prefill >= 0.1 else ""
     queued = counted(demand.queued_requests, "request")
     return f"{queued} queued and {demand.running_requests} running{due}"

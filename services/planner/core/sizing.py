@@ -6,22 +6,14 @@ from functools import partial
 
 import msgspec
 
+from services.planner.core.demand import Demand, Policy, fulls, steady, wanted, work_of
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.keeping import HOST_SHARE, Gaps, Idle
 from services.planner.core.load_reports import Asked
 from services.planner.core.objectives import FULL, Objectives, Supply, batch, busy
 from services.planner.core.rhythm import Rhythm
-from services.planner.core.scaling import (
-    Decision,
-    Demand,
-    Policy,
-    Scaler,
-    fulls,
-    steady,
-    wanted,
-    work_of,
-)
+from services.planner.core.scaling import Decision, Scaler
 from services.planner.core.traffic import Arrivals, Traffic
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState

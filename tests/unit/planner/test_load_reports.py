@@ -3,8 +3,8 @@
 import msgspec
 import pytest
 
+from services.planner.core.demand import Demand
 from services.planner.core.load_reports import BLIND_S, FRESH_S, Asked, LoadReports
-from services.planner.core.scaling import Demand
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
 

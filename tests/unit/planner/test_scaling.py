@@ -9,20 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.core.demand import Demand, Policy, fulls, wanted
 from services.planner.core.keeping import Idle, Keep
 from services.planner.core.objectives import Objectives, Supply
-from services.planner.core.scaling import (
-    GROWTH,
-    LOOK_S,
-    STRONG,
-    Decision,
-    Demand,
-    Policy,
-    Scaler,
-    decide,
-    fulls,
-    wanted,
-)
+from services.planner.core.scaling import GROWTH, LOOK_S, STRONG, Decision, Scaler, decide
 from services.planner.core.traffic import Arrivals
 
 SLOTS = 4

@@ -6,8 +6,9 @@ import pytest
 
 from services.gateway.core.routes import PROMPTS_AHEAD
 from services.gateway.core.table import Table
+from services.planner.core.demand import Demand, Policy
 from services.planner.core.keeping import Keep
-from services.planner.core.scaling import Decide, Decision, Demand, Policy, Scaler
+from services.planner.core.scaling import Decide, Decision, Scaler
 from simulation.scalers import (
     FEWEST_REQUESTS,
     FEWEST_TOKENS,
