@@ -99,8 +99,8 @@ def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
         knobs = tuple(Knobs(kept_s, 0, full[0]) for kept_s in (0.5, 2.0, 8.0, 30.0))
         return (*knobs, *(Knobs(2.0, 0, each) for each in full[1:]))
     if system in (OURS, IDEAL):
-        varied = product(KEPT_S, (1.0, 0.5), (None, OBJECTIVE_MS))
-        return tuple(Knobs(kept_s, 1, target, aim) for kept_s, target, aim in varied)
+        filled = ((1.0, None), (1.0, OBJECTIVE_MS), (0.75, None), (0.5, None))
+        return tuple(Knobs(kept_s, 1, *each) for kept_s, each in product(KEPT_S, filled))
     targets = (1.0, 0.75, 0.5, 0.35) if system == BLITZSCALE else (1.0, 0.5, 0.25, 0.125)
     return tuple(Knobs(kept_s, 1, target) for kept_s, target in product(KEPT_S, targets))
 
