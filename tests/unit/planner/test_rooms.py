@@ -73,7 +73,7 @@ def test_a_copy_that_is_on_no_disk_stays() -> None:
     driver.load(1, name="three")
     assert not driver.open
     told = [transition.text for transition in driver.core.story(id_of("three"))]
-    assert any("waits for memory for 1 replicas" in text for text in told)
+    assert any("waits for memory for 1 replica:" in text for text in told)
 
 
 def test_what_gave_way_says_for_whom_and_why() -> None:
