@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from benchmarks.control_plane.scene import Scene
 from services.gateway.core.reporting import Reporting
-from services.gateway.service import LOAD_S, SAME_LOAD_S
+from services.gateway.service import LOAD_S
 from shared import subjects
 from shared.bus.base import Bus
 from shared.ids import GatewayId, InstanceId, ModelName
-from shared.messages.load import ModelLoad
+from shared.messages.load import WHOLE_S, ModelLoad
 
 PROMPT_TOKENS = 512
 TOKENS_PER_S = 25
@@ -65,7 +65,7 @@ class Gateway:
 async def report(bus: Bus, gateway: Gateway, offset: float) -> None:
     loop = asyncio.get_running_loop()
     at = loop.time() + offset
-    reporting = Reporting(SAME_LOAD_S)
+    reporting = Reporting(WHOLE_S)
     while True:
         await asyncio.sleep(at - loop.time())
         loads = gateway.loads(loop.time())

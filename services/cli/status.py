@@ -23,16 +23,21 @@ from services.local.asking import ask
 from services.local.copies import copies, shortfalls
 from services.local.processes import ClusterState
 from shared import subjects
-from shared.bus.base import Bus
+from shared.bus.base import Bus, On
 from shared.election.lease import LeaseRecord
 from shared.errors import BusError
-from shared.ids import ModelId, NodeId
+from shared.ids import GatewayId, InstanceId, ModelId, NodeId
 from shared.messages.instances import InstanceSet
+from shared.messages.load import WHOLE_S, GatewayLoad
 from shared.messages.pool import NodeView, PoolState
 from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 from shared.pool_pages import read_pool
 
 EVENTS = 10
+LISTEN_S = WHOLE_S + 0.2
+"""How long to listen to gateways: each has said everything once by then."""
+KeptOut = Mapping[InstanceId, Mapping[GatewayId, str]]
+"""Which gateways leave an instance alone, and why."""
 _PARTS = {True: "active", False: "stands by"}
 DESCRIPTION = """\
 Shows the cluster: processes, models, nodes and the blocks they hold, instances, and the last
@@ -56,8 +61,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 async def _run(args: argparse.Namespace) -> int:
     state = state_of(args)
-    pool, planner, lacking, active, errors = await _query(args)
-    document = describe(state, pool, planner, lacking, errors, active)
+    pool, planner, lacking, active, kept_out, errors = await _query(args)
+    document = describe(state, pool, planner, lacking, errors, active, kept_out)
     if args.json:
         print_json(document)
     else:
@@ -69,15 +74,17 @@ async def _run(args: argparse.Namespace) -> int:
 
 async def _query(
     args: argparse.Namespace,
-) -> tuple[PoolState, PlannerState, dict[str, str], dict[str, LeaseRecord], list[str]]:
+) -> tuple[PoolState, PlannerState, dict[str, str], dict[str, LeaseRecord], KeptOut, list[str]]:
     """What registry and planner say, what durable copies models lack, which processes are active,
-    and the errors of those that say nothing."""
+    what gateways leave alone, and the errors of those that say nothing."""
     pool, planner = PoolState(nodes=(), models=()), PlannerState(sets=(), events=())
     lacking: dict[str, str] = {}
     active: dict[str, LeaseRecord] = {}
+    kept_out: KeptOut = {}
     errors: list[str] = []
     try:
-        async with connect(args) as bus:
+        async with connect(args) as bus, asyncio.TaskGroup() as group:
+            listening = group.create_task(_kept_out(bus))
             try:
                 pool = await read_pool(partial(ask, bus))
                 lacking = shortfalls(await copies(bus))
@@ -92,9 +99,24 @@ async def _query(
                 planner = await ask(bus, subjects.PLANNER_STATE, query, PlannerState)
             except BusError as error:
                 errors.append(str(error))
-    except BusError as error:
-        errors.append(str(error))
-    return pool, planner, lacking, active, errors
+            kept_out = await listening
+    except* BusError as failed:
+        errors.extend(str(error) for error in failed.exceptions)
+    return pool, planner, lacking, active, kept_out, errors
+
+
+async def _kept_out(bus: Bus) -> KeptOut:
+    """What all gateways say of instances that they leave alone."""
+    found: dict[InstanceId, dict[GatewayId, str]] = {}
+
+    async def hear(load: GatewayLoad) -> None:
+        for model in load.models:
+            for instance, why in model.kept_out.items():
+                found.setdefault(instance, {})[load.gateway] = why
+
+    await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, hear))
+    await asyncio.sleep(LISTEN_S)
+    return found
 
 
 async def _active(bus: Bus) -> dict[str, LeaseRecord]:
@@ -133,10 +155,11 @@ def describe(
     lacking: Mapping[str, str],
     errors: Sequence[str] = (),
     active: Mapping[str, LeaseRecord] | None = None,
+    kept_out: KeptOut | None = None,
 ) -> dict[str, Any]:
     """The document that `status --json` prints. `lacking`: by model, what is missing of its durable
     copies. `active`: the leases of roles of which one process is active."""
-    active = active or {}
+    active, kept_out = active or {}, kept_out or {}
     names = {record.model_id: record.name for record in pool.models}
     serving = _serving(planner.sets)
     fixed = {instances.name: instances.fixed for instances in planner.sets}
@@ -163,6 +186,7 @@ def describe(
                 "role": instance.role.value,
                 "stages": [{"node": s.node, "blocks": [s.start, s.stop]} for s in instance.stages],
                 "event": instance.event,
+                "kept_out": dict(kept_out.get(instance.id, {})),
             }
             for instances in planner.sets
             for instance in instances.instances

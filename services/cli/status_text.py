@@ -25,7 +25,9 @@ columns:
              that gave up their place in it to others; peers: connections, by transport; blocks:
              how many of a model's blocks lie where
   instances  role: whether it prefills, decodes, or does both; capacity: throughput in units of a
-             complete replica; slots: sequences at once
+             complete replica; slots: sequences at once; left alone by: gateways that send it
+             nothing for now, or one request at a time, and why: it failed, or is much slower
+             than others
   events     seconds: until every target had the whole model
 """
 
@@ -115,6 +117,7 @@ def _state(node: Document) -> str:
 
 
 def _instances(document: Document) -> list[Document]:
+    faulty = any(instance["kept_out"] for instance in document["instances"])
     return [
         {
             **{key: instance[key] for key in ("id", "model", "state", "role", "capacity", "slots")},
@@ -122,9 +125,14 @@ def _instances(document: Document) -> list[Document]:
                 f"{stage['node']} {stage['blocks'][0]}-{stage['blocks'][1] - 1}"
                 for stage in instance["stages"]
             ),
+            **({"left alone by": _kept_out(instance)} if faulty else {}),
         }
         for instance in document["instances"]
     ]
+
+
+def _kept_out(instance: Document) -> str:
+    return "; ".join(f"{gateway} ({why})" for gateway, why in instance["kept_out"].items())
 
 
 def _events(document: Document) -> list[Document]:

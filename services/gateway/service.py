@@ -39,7 +39,7 @@ from shared.confined.pool import ConfinedPool
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
 from shared.messages.access import AccessPage, AccessQuery
-from shared.messages.load import GatewayLoad
+from shared.messages.load import WHOLE_S, GatewayLoad
 from shared.messages.pool import (
     ModelAdded,
     ModelRecord,
@@ -57,8 +57,6 @@ LOAD_S = 0.1
 """Seconds between load reports while the load changes."""
 ONSET_S = 0.005
 """The least number of seconds between two load reports."""
-SAME_LOAD_S = 0.5
-"""Seconds between whole load reports, and between reports while the load stays the same."""
 TICK_S = 0.05
 """Seconds between looks at what has to happen with time."""
 LEARN_S = 0.2
@@ -125,7 +123,7 @@ class GatewayService(Service):
         self._lease: GatewayLease
         self._heard: list[Subscription] = []
         """What comes to this gateway's id."""
-        self._reporting = Reporting(SAME_LOAD_S, wall_ns() // 1_000_000)
+        self._reporting = Reporting(WHOLE_S, wall_ns() // 1_000_000)
         self._zero_ns = 0
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
@@ -365,7 +363,7 @@ class GatewayService(Service):
         return TICK_S
 
     async def _report(self) -> float:
-        """Reports the load: every `LOAD_S` while it changes, every `SAME_LOAD_S` while it does not,
+        """Reports the load: every `LOAD_S` while it changes, every `WHOLE_S` while it does not,
         and at once when requests begin to wait (but `ONSET_S` after the last report)."""
         pressing = self.frontend.pressing
         with suppress(TimeoutError):

@@ -11,6 +11,9 @@ import msgspec
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.base import Message
 
+WHOLE_S = 0.5
+"""Seconds between a gateway's whole reports."""
+
 
 class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The load of one model at one gateway, now. Tokens count if they are still to prefill or to
@@ -34,6 +37,9 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Tokens of their prompts."""
     instance_requests: dict[InstanceId, int] = msgspec.field(default_factory=dict)
     """Requests of this gateway in flight on each instance that has any."""
+    kept_out: dict[InstanceId, str] = msgspec.field(default_factory=dict)
+    """Instances that the gateway sends nothing, or one request at a time, because they failed or
+    are slow: why, in words. Full ones do not count."""
 
     @property
     def in_use(self) -> bool:

@@ -51,6 +51,8 @@ class Breaker:
     state: State = State.CLOSED
     cause: Cause = Cause.REFUSED
     """What opened it last."""
+    why: str = ""
+    """What opened it last, in words."""
     pause_s: float = 0.0
     """The last pause."""
     until: float = float("-inf")
@@ -64,6 +66,11 @@ class Breaker:
 
     def admits(self, now: float) -> bool:
         return self.state is State.CLOSED or (now >= self.until and self.trial is None)
+
+    @property
+    def faulty(self) -> bool:
+        """Whether it keeps requests away for a fault."""
+        return self.state is not State.CLOSED and self.cause is not Cause.REFUSED
 
     @property
     def ejects(self) -> bool:

@@ -12,6 +12,9 @@ from services.gateway.core.routes import SMOOTHING, Route
 from services.gateway.core.table import Table
 from shared.ids import ModelName
 
+WHY_CHARS = 200
+"""The most that is told of a fault."""
+
 
 class Breakers:
     def __init__(self, name: ModelName, table: Table, ledger: Ledger) -> None:
@@ -70,11 +73,10 @@ class Breakers:
     def _opened(self, route: Route, why: str) -> None:
         breaker, ledger = route.breaker, self._ledger
         ledger.out.append(Opened(self._name, breaker.cause.value, cause=ledger.cause))
+        breaker.why = f"{breaker.cause.value}: {why}"[:WHY_CHARS]
         if breaker.cause is not Cause.REFUSED:
-            text = (
-                f"{route.instance.id} {breaker.cause.value}, left alone for {breaker.pause_s:g} s"
-            )
-            self._tell(route, f"{text}: {why}")
+            pause = f"left alone for {breaker.pause_s:g} s"
+            self._tell(route, f"{route.instance.id} {breaker.cause.value}, {pause}: {why}")
 
     def _closed(self, route: Route) -> None:
         if route.breaker.cause is not Cause.REFUSED:

@@ -56,4 +56,7 @@ class Demand:
                 for key, route in routes.items()
                 if (count := sum(not request.check for request in route.requests.values()))
             },
+            kept_out={
+                key: route.breaker.why for key, route in routes.items() if route.breaker.faulty
+            },
         )

@@ -30,7 +30,8 @@ class Reporting:
         told = tuple(
             load
             for load in loads
-            if (whole and load.in_use) or _is_news(self._said.get(load.model), load)
+            if (whole and (load.in_use or load.kept_out))
+            or _is_news(self._said.get(load.model), load)
         )
         if not whole and not told:
             return None
@@ -51,7 +52,7 @@ class Reporting:
 
 def _is_news(said: ModelLoad | None, load: ModelLoad) -> bool:
     if said is None:
-        return load.in_use or load.asked_requests > 0
+        return load.in_use or bool(load.kept_out) or load.asked_requests > 0
     drift = abs(load.running_tokens - said.running_tokens)
     same_tokens = msgspec.structs.replace(load, running_tokens=said.running_tokens)
     return drift > NEWS * said.running_tokens or same_tokens != said

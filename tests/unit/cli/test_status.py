@@ -7,7 +7,7 @@ from services.cli import status
 from services.cli.status_text import print_status
 from services.local.processes import ClusterState, ProcessRecord
 from shared.election.lease import LeaseRecord
-from shared.ids import Generation, NodeId
+from shared.ids import GatewayId, Generation, NodeId
 from shared.messages.pool import Holding, ModelRecord, NodeInfo, NodeView, PoolState, Tier
 from shared.messages.scaling import PlannerState
 from tests.unit.cli.records import BLOCKS, MODEL, MODEL_ID, SOURCE, instances, path, replica
@@ -116,3 +116,17 @@ def test_the_active_process_of_a_role_and_those_that_stand_by(
     assert document["active"] == {"planner": {"host": "host-a", "pid": 2, "term": 7}}
     print_status(document)
     assert "active planner: process 2 on host-a, term 7" in capsys.readouterr().out
+
+
+def test_what_gateways_leave_alone_is_shown_with_the_reason(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    one = replica(SOURCE)
+    said = {one.id: {GatewayId("gateway-1"): "failed: cut off"}}
+    pool, planner = PoolState(nodes=(), models=()), PlannerState(sets=(instances(one),), events=())
+    document = status.describe(ClusterState(), pool, planner, {}, (), None, said)
+    assert document["instances"][0]["kept_out"] == {"gateway-1": "failed: cut off"}
+    print_status(document)
+    assert "gateway-1 (failed: cut off)" in capsys.readouterr().out
+    print_status(status.describe(ClusterState(), pool, planner, {}))
+    assert "left alone" not in capsys.readouterr().out

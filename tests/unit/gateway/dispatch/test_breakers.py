@@ -4,9 +4,11 @@ import pytest
 
 from services.gateway.core.breaker import PAUSE_S, REFUSED_S, State
 from services.gateway.core.commands import Command, Opened
+from services.gateway.core.reporting import Reporting
 from services.gateway.core.speed import LOOK_S, LOOKS, compare, slowness
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, LambdaScaleError
-from shared.ids import RequestId
+from shared.ids import GatewayId, InstanceId, RequestId
+from shared.messages.load import ModelLoad
 from shared.messages.serving import AttemptFailed, Token, Tokens
 from tests.unit.gateway.dispatch.builders import MODEL, NAME, QUEUE, Driver, moving, sent
 from tests.unit.gateway.support import replica
@@ -188,3 +190,31 @@ def test_speeds_are_compared_by_capacity_and_load() -> None:
     assert usual == pytest.approx(1.0)
     assert found == [slow]
     assert compare([one, slow], decode_s, row_s) == (0.0, []), "too few"
+
+
+def test_load_reports_say_which_instances_are_left_alone_and_why() -> None:
+    driver = Driver(replica(1))
+
+    def kept_out() -> dict[InstanceId, str]:
+        (load,) = driver.dispatch.loads(0)
+        return load.kept_out
+
+    driver.admit("a")
+    driver.refuse("a", 1)
+    assert not kept_out(), "it is full, which is no fault"
+    (name, _, attempt) = sent(driver.later(10 * PAUSE_S))[0]
+    fails(driver, name, attempt, BusTimeout("no answer"))
+    assert kept_out() == {replica(1).id: "failed: no answer"}
+    driver.later(10 * PAUSE_S)
+    assert [name for name, *_ in sent(driver.admit("b"))] == ["b"]
+    driver.give("b", 1, 0)
+    assert not kept_out()
+
+
+def test_an_instance_that_an_idle_gateway_leaves_alone_is_in_every_whole_report() -> None:
+    reporting, why = Reporting(whole_s=0.5), {replica(1).id: "slow"}
+    loads = (ModelLoad(model=NAME, kept_out=why),)
+    for now in (0.0, 0.5):
+        report = reporting.next(GatewayId("g"), "", loads, now)
+        assert report is not None
+        assert [load.kept_out for load in report.models] == [why]
