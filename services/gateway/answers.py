@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
+from services.gateway.answer_bodies import PromptLogprob
 from services.gateway.api_error import ApiError
 from services.gateway.asked import Asked
 from services.gateway.choices import CONTEXT, Choice
@@ -75,12 +76,13 @@ class Answers:
             for choice, reply in zip(self._generation.choices, replies, strict=True)
         ]
         usage = self._generation.usage()
-        return _encode({**self._common, "choices": choices, "usage": usage})
+        of_prompt = self._of_prompt(self._generation.choices[0]) if self._chat else {}
+        return _encode({**self._common, "choices": choices, "usage": usage, **of_prompt})
 
     @property
     def long(self) -> bool:
         """Whether a whole answer has a line for every token, and takes long to write."""
-        return self._asked.logprobs
+        return self._asked.alternatives is not None
 
     def _choice(self, choice: Choice, reply: Reply) -> dict[str, object]:
         body: dict[str, object] = {"text": choice.echo + reply.content}
@@ -95,6 +97,7 @@ class Answers:
             ),
             "finish_reason": choice.finish,
             **({"token_ids": choice.tokens} if self._asked.token_ids else {}),
+            **({} if self._chat else self._of_prompt(choice)),
         }
 
     # --- log probabilities ---------------------------------------------------
@@ -104,8 +107,10 @@ class Answers:
     ) -> dict[str, object] | None:
         """The log probabilities of the next tokens of the choice; None if they were not asked
         for."""
-        if not self._asked.logprobs:
+        most = self._asked.sampling.logprobs
+        if most is None:
             return None
+        logprobs = [found and Logprobs(found.drawn, found.top[:most]) for found in logprobs]
         pairs = list(zip(tokens, logprobs, strict=True))
         if self._chat:
             content = (
@@ -131,6 +136,29 @@ class Answers:
         """The echoed tokens with their log probabilities. The very first token follows none, so it
         has none."""
         return choice.request.prompt, (None, *choice.prompt_logprobs)
+
+    def _of_prompt(self, choice: Choice) -> dict[str, object]:
+        """The log probabilities of the prompt's tokens, in vLLM's form, if they were asked for."""
+        most = self._asked.prompt_logprobs
+        if most is None:
+            return {}
+        tokens = choice.request.prompt[1:]
+        pairs = zip(tokens, choice.prompt_logprobs, strict=True)
+        found = (self._ranked(token, one, most) for token, one in pairs)
+        return {"prompt_logprobs": _list([None, *found])}
+
+    def _ranked(self, token: int, found: Logprobs, most: int) -> dict[str, PromptLogprob]:
+        """The token and the `most` most probable, by their ids."""
+        ranks = {one: rank for rank, (one, _) in enumerate(found.top, 1)}
+        values = {token: found.drawn} | dict(found.top[:most])
+        return {
+            str(one): PromptLogprob(
+                _finite(value),
+                ranks.get(one),
+                self._codec.token_bytes(one).decode(errors="replace"),
+            )
+            for one, value in values.items()
+        }
 
     def _alternatives(self, token: int, found: Logprobs) -> dict[str, float]:
         """Log probabilities by text. Of tokens with the same text, the most probable counts."""

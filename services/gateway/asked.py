@@ -79,6 +79,9 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """The most tokens of a prompt, of which the first are left out. None: none are."""
     echo: bool
     """Whether the prompt is repeated in the answer, which may then have no token of its own."""
+    prompt_logprobs: int | None
+    """How many of the most probable tokens are told for each token of the prompt, beside the
+    answer. None: none, and no log probability."""
     token_ids: bool
     """Whether every choice carries the ids of its generated tokens."""
     session: str
@@ -92,6 +95,18 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
     def logprobs(self) -> bool:
         """Whether tokens come with their log probabilities."""
         return self.sampling.logprobs is not None
+
+    @property
+    def scored(self) -> bool:
+        """Whether the prompt's tokens have log probabilities."""
+        return self.prompt_logprobs is not None or (self.echo and self.logprobs)
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many of the most probable tokens nodes tell with each token: as many as are told for
+        an answer's or for a prompt's. None: nothing has log probabilities."""
+        wanted = (self.sampling.logprobs, self.prompt_logprobs)
+        return max((count for count in wanted if count is not None), default=None)
 
 
 def completion(raw: bytes) -> Asked:
@@ -175,6 +190,7 @@ def _asked(
         keeps_stop=bool(body.include_stop_str_in_output),
         truncated=body.truncate_prompt_tokens,
         echo=echo,
+        prompt_logprobs=body.prompt_logprobs,
         token_ids=bool(body.return_token_ids),
         session=body.prompt_cache_key or body.user or "",
         tier=TIERS[body.service_tier or "auto"],
@@ -280,6 +296,9 @@ def _check_common(body: Common) -> None:
     if not all(0 <= token <= MAX_TOKEN_ID for token in allowed or ()):
         invalid("allowed_token_ids", f"ids must be between 0 and {MAX_TOKEN_ID}")
     _check_range(body, "truncate_prompt_tokens", 1)
+    _check_range(body, "prompt_logprobs", 0, MAX_LOGPROBS)
+    if body.prompt_logprobs is not None and body.stream:
+        invalid("prompt_logprobs", "can't be used with stream")
     if body.best_of is not None and body.best_of != (body.n or 1):
         invalid("best_of", "is not supported; leave it out")
     if refused := refusal(body):

@@ -117,6 +117,8 @@ class Common(_Accepted, kw_only=True, forbid_unknown_fields=True):
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     truncate_prompt_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    """How many of the most probable tokens come with each token of the prompt."""
     parallel_tool_calls: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None

@@ -143,13 +143,13 @@ def choices_of(
     the id of the API call. `seed`: from which all choices have theirs, if the client gives none;
     None: random seeds."""
     prompts, form = read
-    scored = asked.echo and asked.logprobs
-    _check_size(asked, prompts, scored)
+    _check_size(asked, prompts)
     most = _most_generated(asked, len(prompts) * asked.n, record.context_length)
     stop_ids = asked.stop_ids + (() if asked.ignore_eos else lingo.eos)
     defaults = {name: lingo.defaults[name] for name in asked.left_open & lingo.defaults.keys()}
     rules = _rules_for(asked, lingo, defaults.pop("repetition_penalty", None))
-    whole = msgspec.structs.replace(asked.sampling, **_of_sampling(defaults))
+    told = {"logprobs": asked.alternatives, **_of_sampling(defaults)}
+    whole = msgspec.structs.replace(asked.sampling, **told)
     stops = Stops(asked.stops)
     codec = lingo.codec
     shown = codec.special_tokens if asked.shows_special else codec.special_ids(form.markers)
@@ -175,7 +175,8 @@ def choices_of(
                 sampling=sampling,
                 session=asked.session,
                 rules=rules,
-                score_from=int(scored),
+                # Of a chat's prompt the first choice alone tells.
+                score_from=int(asked.scored and not (asked.chat and i)),
                 waiting_since=now(),
             )
             choices.append(
@@ -207,24 +208,29 @@ def _reader(form: Form, name: str) -> ReplyReader | None:
     return ReplyReader(form, new_id)
 
 
-def _check_size(asked: Asked, prompts: list[list[int]], scored: bool) -> None:
+def _check_size(asked: Asked, prompts: list[list[int]]) -> None:
     try:
-        tokens = asked.n * sum(map(len, prompts))
-        admission.check_scores(tokens, asked.sampling.logprobs if scored else None)
+        tokens = (1 if asked.chat else asked.n) * sum(map(len, prompts))
+        admission.check_scores(tokens, asked.alternatives if asked.scored else None)
     except BadInput as error:
-        raise ApiError(400, str(error), param="logprobs") from error
+        raise ApiError(400, str(error), param=_scores_field(asked)) from error
+
+
+def _scores_field(asked: Asked) -> str:
+    """The field that asks for log probabilities, for errors."""
+    return "logprobs" if asked.prompt_logprobs is None else "prompt_logprobs"
 
 
 def _most_generated(asked: Asked, choices: int, context: int) -> int:
     """The most tokens of each choice that an answer has room for. A client that asks for more by
     number is refused; one that leaves the number to us gets no more."""
-    alternatives = asked.sampling.logprobs
+    alternatives = asked.alternatives
     if alternatives is None:
         return context
     try:
         admission.check_generated_scores(choices * (asked.max_tokens or 0), alternatives)
     except BadInput as error:
-        raise ApiError(400, str(error), param="logprobs") from error
+        raise ApiError(400, str(error), param=_scores_field(asked)) from error
     return admission.most_scored(alternatives) // choices
 
 

@@ -39,7 +39,6 @@ INSTEAD = {
     "regex": 'use structured_outputs: {"regex": ...}',
     "ebnf": 'use structured_outputs: {"grammar": ...}, in Lark syntax',
     "json_schema": "use response_format",
-    "prompt_logprobs": "use /v1/completions with echo and logprobs",
     "chat_template": "render the prompt yourself and use /v1/completions",
 }
 """What a client can do, besides leaving the parameter out."""
@@ -59,7 +58,6 @@ class Unsupported(msgspec.Struct, kw_only=True):
     regex: Any = None
     ebnf: Any = None
     json_schema: Any = None
-    prompt_logprobs: Any = None
     use_beam_search: Any = None
     early_stopping: Any = None
     length_penalty: Any = None

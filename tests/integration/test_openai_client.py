@@ -504,6 +504,37 @@ async def test_an_echoed_prompt_is_scored_as_transformers_scores_it(
             assert told == found
 
 
+async def test_prompts_have_the_log_probabilities_of_transformers(
+    client: openai.AsyncOpenAI, oracle: Oracle, up: Running
+) -> None:
+    said: list[ChatCompletionMessageParam] = [{"role": "user", "content": PROMPT}]
+    extra = {"prompt_logprobs": 3}
+    text = await client.completions.create(
+        model=MODEL, prompt=PROMPT, max_tokens=1, extra_body=extra
+    )
+    chat = await client.chat.completions.create(
+        model=MODEL, messages=said, max_tokens=1, extra_body=extra
+    )
+    async with (
+        aiohttp.ClientSession(headers={"Authorization": f"Bearer {KEY}"}) as session,
+        session.post(f"{up.url}/tokenize", json={"model": MODEL, "messages": said}) as response,
+    ):
+        of_chat = (await response.json())["tokens"]
+    assert chat.choices[0].logprobs is None
+    for ids, told in (
+        (oracle.ids(PROMPT), text.choices[0].prompt_logprobs),  # type: ignore[attr-defined]
+        (of_chat, chat.prompt_logprobs),  # type: ignore[attr-defined]
+    ):
+        first, *others = told
+        assert first is None
+        for row, token, found in zip(oracle.logprobs(ids)[:-1], ids[1:], others, strict=True):
+            best = row.topk(3).indices.tolist()
+            assert set(found) == {str(token), *map(str, best)}
+            assert [found[str(one)]["rank"] for one in best] == [1, 2, 3]
+            for one, value in found.items():
+                assert value["logprob"] == pytest.approx(float(row[int(one)]), abs=1e-4)
+
+
 @pytest.mark.parametrize("tokenized", [True, False])
 async def test_what_lm_evaluation_harness_asks(
     up: Running, oracle: Oracle, tokenized: bool

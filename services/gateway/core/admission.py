@@ -90,9 +90,9 @@ def check_scores(tokens: int, alternatives: int | None) -> None:
     score. None: nothing is scored."""
     if alternatives is not None and tokens * (alternatives + 1) > MAX_SCORES:
         raise BadInput(
-            f"{tokens} prompt tokens with {alternatives} alternatives each are too many to echo "
-            f"with log probabilities: {MAX_SCORES // (alternatives + 1)} at most; send fewer "
-            f"prompts in a request"
+            f"{tokens} prompt tokens with {alternatives} alternatives each have too many log "
+            f"probabilities: {MAX_SCORES // (alternatives + 1)} tokens at most; send fewer prompts "
+            f"in a request"
         )
 
 

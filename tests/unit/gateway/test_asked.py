@@ -91,7 +91,6 @@ def test_what_changes_nothing_is_taken() -> None:
         {"function_call": "auto"},
         {"store": True},
         {"best_of": 2},
-        {"prompt_logprobs": 0},
         {"use_beam_search": True},
         {"length_penalty": 0.5},
         {"chat_template": "x"},

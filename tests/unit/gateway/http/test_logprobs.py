@@ -150,6 +150,95 @@ async def test_no_more_is_generated_with_scores_than_an_answer_holds(
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"length"}
 
 
+RANKED = {**ASK, "prompt": "say", "prompt_logprobs": 1, "max_tokens": 2}
+
+
+def of_prompt(*scores: float, most: int = 1) -> list[Any]:
+    """What is told of the prompt `say`."""
+    best = {"4": {"logprob": -1, "rank": 1, "decoded_token": "!"}} if most else {}
+    texts = zip(ids_of("say"), "say", scores, strict=True)
+    return [
+        None,
+        *(
+            {str(token): {"logprob": score, "rank": None, "decoded_token": text}, **best}
+            for token, text, score in texts
+        ),
+    ]
+
+
+async def test_a_prompt_has_log_probabilities_beside_the_answer(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    """As vLLM tells them, for each choice."""
+    cluster.nodes[1].scored_at_once = 2
+    _, answer = await post(http, {**RANKED, "n": 2})
+    for choice in answer["choices"]:
+        assert choice["text"] == "he"
+        assert choice["logprobs"] is None
+        assert choice["prompt_logprobs"] == of_prompt(-0.25, -0.5, -0.75)
+
+
+@pytest.mark.parametrize(("logprobs", "most"), [(0, 1), (1, 0), (2, 1)])
+async def test_a_prompt_and_its_answer_may_differ_in_how_much_is_told(
+    http: aiohttp.ClientSession, logprobs: int, most: int
+) -> None:
+    body = {**RANKED, "logprobs": logprobs, "prompt_logprobs": most, "echo": True}
+    _, answer = await post(http, body)
+    (choice,) = answer["choices"]
+    assert choice["text"] == "sayhe"
+    assert [len(one or ()) for one in choice["logprobs"]["top_logprobs"]] == [0] + [
+        logprobs + 1
+    ] * 5
+    assert choice["prompt_logprobs"] == of_prompt(-0.25, -0.5, -0.75, most=most)
+    _, plain = await post(http, {**body, "prompt_logprobs": None})
+    assert plain["choices"][0]["logprobs"] == choice["logprobs"]
+
+
+async def test_the_prompt_of_a_chat_has_log_probabilities_too(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    """Once, whatever the number of choices."""
+    body = {**CHAT, "prompt_logprobs": 0, "n": 2}
+    _, answer = await post(http, body, "chat/completions")
+    prompts = [submit.tokens for submit in cluster.nodes[1].submits]
+    assert sorted(submit.score_from for submit in cluster.nodes[1].submits) == [0, 1]
+    first, *others = answer["prompt_logprobs"]
+    assert first is None
+    assert [list(one) for one in others] == [[str(token)] for token in prompts[0][1:]]
+    assert all(choice["logprobs"] is None for choice in answer["choices"])
+    assert "prompt_logprobs" not in answer["choices"][0]
+
+
+async def test_a_token_that_is_the_most_probable_is_told_once(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    _, answer = await post(http, {**RANKED, "prompt": "!!"})
+    (_, *others) = answer["choices"][0]["prompt_logprobs"]
+    assert [list(one) for one in others] == [["4"]] * 2
+    assert [one["4"]["rank"] for one in others] == [1, 1]
+
+
+@pytest.mark.parametrize(
+    "changes", [{"prompt_logprobs": -1}, {"prompt_logprobs": 21}, {"stream": True}]
+)
+async def test_log_probabilities_of_prompts_that_cannot_be_told(
+    http: aiohttp.ClientSession, changes: dict[str, Any]
+) -> None:
+    status, answer = await post(http, {**RANKED, **changes})
+    assert (status, answer["error"]["param"]) == (400, "prompt_logprobs")
+
+
+async def test_no_more_is_told_of_prompts_than_an_answer_holds(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(admission, "MAX_SCORES", 16)
+    assert [(await post(http, {**RANKED, "n": n}))[0] for n in (2, 3)] == [200, 400]
+    _, answer = await post(http, {**RANKED, "prompt_logprobs": 4})
+    assert answer["error"]["param"] == "prompt_logprobs"
+    _, answer = await post(http, {**RANKED, "max_tokens": 9})
+    assert answer["error"]["param"] == "prompt_logprobs"
+
+
 async def test_of_tokens_that_read_the_same_the_most_probable_is_named(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
