@@ -130,9 +130,9 @@ def _environment() -> dict[str, str]:
 
 
 def workers(cores: int, *, fast: bool) -> int:
-    """The number of processes that run tests: two more than cores, because two run tests that wait
-    (tests/support/dealing.py). Fast tests do not wait."""
-    return min(cores if fast else cores + 2, MOST_WORKERS)
+    """The number of processes that run tests: more than cores, because three of them run tests that
+    wait (tests/support/dealing.py). Fast tests do not wait."""
+    return min(cores if fast else cores + 3, MOST_WORKERS)
 
 
 def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool) -> list[str]:

@@ -13,9 +13,23 @@ import pytest
 from xdist.scheduler.loadfile import LoadFileScheduling
 from xdist.workermanage import WorkerController
 
-WAITERS = 2
-WAIT = ("tests/rdma/", "tests/integration/", "tests/contract/")
-"""Tests that wait: those in the folder named first begin first."""
+WAITERS = 3
+"""Each of them keeps a processor busy for about a third of the time."""
+WAIT = (
+    "tests/rdma/",
+    "tests/integration/test_bench_chaos.py",
+    "tests/integration/test_cluster.py",
+    "tests/integration/test_disks.py",
+    "tests/integration/test_cli.py",
+    "tests/integration/test_durable_copies.py",
+    "tests/unit/gateway/test_boundary.py",
+    "tests/integration/",
+    "tests/unit/node/transport/",
+    "tests/contract/",
+)
+"""Tests that wait: what is named first begins first."""
+LONG = ("tests/sim/", "tests/unit/node/engine/")
+"""The first of those that compute, so that no long one is left for the end."""
 NICE = 5
 
 
@@ -40,8 +54,8 @@ class Dealing(LoadFileScheduling):  # type: ignore[misc]
 
 def in_order(items: list[pytest.Item]) -> None:
     def place(item: pytest.Item) -> int:
-        begins = (item.nodeid.startswith(folder) for folder in WAIT)
-        return next((place for place, first in enumerate(begins) if first), len(WAIT))
+        begins = (item.nodeid.startswith(named) for named in (*WAIT, *LONG))
+        return next((place for place, first in enumerate(begins) if first), len(WAIT) + len(LONG))
 
     items.sort(key=place)
 

@@ -8,8 +8,10 @@ import pytest
 
 from tests.support.dealing import NICE, WAITERS, Dealing, in_order, stand_back
 
-WAIT = [f"tests/integration/test_{n}.py::test_{part}" for n in range(6) for part in range(2)]
-COMPUTE = [f"tests/unit/test_{n}.py::test_{part}" for n in range(6) for part in range(2)]
+FILES = 3 * WAITERS
+"""More of each kind than are dealt at once."""
+WAIT = [f"tests/integration/test_{n}.py::test_{part}" for n in range(FILES) for part in range(2)]
+COMPUTE = [f"tests/unit/test_{n}.py::test_{part}" for n in range(FILES) for part in range(2)]
 
 
 class Worker:
@@ -67,8 +69,8 @@ def test_whoever_has_none_left_takes_from_the_others() -> None:
         done += 1
         run(scheduler, last, done)
     found = files(last, tests)
-    assert found[: len(COMPUTE) // 2] == [f"tests/unit/test_{n}.py" for n in range(6)]
-    assert "tests/integration/test_5.py" in found
+    assert found[:FILES] == [f"tests/unit/test_{n}.py" for n in range(FILES)]
+    assert f"tests/integration/test_{FILES - 1}.py" in found
     assert last.shutting_down
     others = [file for node in nodes[:-1] for file in files(node, tests)]
     assert sorted(found + others) == sorted({test.split("::")[0] for test in tests})
@@ -81,11 +83,16 @@ def test_all_that_waits_comes_first_for_one_process() -> None:
     while done < len(only.given):
         done += 1
         run(scheduler, only, done)
-    assert ["integration" in file for file in files(only, tests)] == [True] * 6 + [False] * 6
+    assert ["integration" in file for file in files(only, tests)] == [True] * FILES + [
+        False
+    ] * FILES
 
 
 def test_what_takes_longest_comes_first() -> None:
-    names = ["tests/unit/a.py", "tests/contract/b.py", "tests/integration/c.py", "tests/rdma/d.py"]
+    names = [
+        *("tests/unit/a.py", "tests/unit/node/engine/b.py", "tests/sim/c.py"),
+        *("tests/contract/d.py", "tests/integration/e.py", "tests/rdma/f.py"),
+    ]
     items = [SimpleNamespace(nodeid=name) for name in names]
     in_order(items)  # type: ignore[arg-type]
     assert [item.nodeid for item in items] == list(reversed(names))
