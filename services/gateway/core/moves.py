@@ -74,7 +74,7 @@ class Moves:
         for source in self._table.prefilling:
             ready = [r for r in source.runs() if r.has_token and r.move is None]
             for request in ready:
-                if request.suspect or request.check or request.remaining < WORTH_MOVING:
+                if not _goes_on(request):
                     continue
                 target = routing.decoding(self._table, request, now, self._draw)
                 if target is not None:
@@ -104,6 +104,14 @@ class Moves:
             cause=self._ledger.cause,
         )
         self._ledger.out.append(switched)
+
+
+def _goes_on(request: Request) -> bool:
+    """Whether it is to go on where instances decode. One whose KV would be computed anew there
+    (`Takings.begin`) would hold up the others."""
+    bare = not request.image and request.sampling.logprobs is None
+    known = not (request.suspect or request.check)
+    return bare and known and request.remaining >= WORTH_MOVING
 
 
 def _mean(judged: list[Judged]) -> routing.Switch | None:

@@ -6,6 +6,7 @@ from services.gateway.core.commands import Send
 from services.gateway.core.moves import WORTH_MOVING
 from shared.ids import NodeId
 from shared.messages.instances import Instance, Role
+from shared.messages.serving import Sampling
 from tests.unit.gateway.dispatch.builders import Driver, emitted, sent, withdrawn
 from tests.unit.gateway.support import replica
 
@@ -53,6 +54,14 @@ def test_while_nobody_that_decodes_has_room_requests_go_on_where_they_are() -> N
 def test_a_request_that_is_nearly_over_stays() -> None:
     driver = Driver(PREFILL, DECODE)
     driver.admit("a", max_tokens=WORTH_MOVING)
+    assert sent(driver.give("a", 1, 0)) == []
+
+
+def test_a_request_whose_kv_cannot_move_stays() -> None:
+    driver = Driver(PREFILL, DECODE)
+    driver.admit("a")
+    (request,) = driver.dispatch._ledger.requests.values()
+    request.sampling = Sampling(logprobs=0)
     assert sent(driver.give("a", 1, 0)) == []
 
 
