@@ -4,16 +4,18 @@ Run: `.venv/bin/python -m benchmarks.roles`, five minutes. The real services run
 hardware: Llama-2-13B on H800 devices with links of 400 Gbit/s, each of which holds one replica. All
 replicas are there from the beginning. Requests arrive at random (Poisson), at a rate that keeps the
 replicas busy. A request is good if it keeps both objectives: TTFT, and its mean time between
-tokens (DistServe, OSDI 2024, section 2.3). What is apart is so by `--prefill-share`.
+tokens (DistServe, OSDI 2024, section 2.3). What is apart is so by
+`model set --prefill-share`; `chosen` is its value `auto`: the planner chooses, by the objectives.
 """
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import median
 
 from shared import telemetry
 from shared.config import TelemetryConfig
+from shared.messages.pool import PLANNERS_CHOICE
 from simulation import systems
 from simulation.cluster import ClusterSpec
 from simulation.hardware import hardware
@@ -24,8 +26,9 @@ from simulation.synthetic import synthesize
 from simulation.traces import Row
 
 ARCHITECTURE, HARDWARE, NODES, SLOTS = "llama-2-13b", "h800-400g", 8, 64
-SHARES = 0.0, 0.375, 0.5
+SHARES = 0.0, 0.375, 0.5, PLANNERS_CHOICE
 TTFT_S = 2.0
+OURS = systems.named("lambdascale")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,7 @@ def simulate(
         for r in synthesize(text, seed=seed).rows
     ]
     spec = ClusterSpec(
-        system=systems.named("lambdascale"),
+        system=replace(OURS, routing=replace(OURS.routing, refuses=False)),
         hardware=hardware(HARDWARE),
         models=(model(ARCHITECTURE, "m"),),
         nodes=NODES,
@@ -64,6 +67,7 @@ def simulate(
         kv_moves="always" if share else "never",
         min_instances=NODES,
         prefill_share=share,
+        objectives=(("m", TTFT_S, load.tpot_s),) if share == PLANNERS_CHOICE else (),
         checked=False,
     )
     return list(run_cluster(spec, rows, seed).requests)
@@ -72,6 +76,10 @@ def simulate(
 def at(values: Sequence[float], share: float) -> float:
     ordered = sorted(values)
     return ordered[min(len(ordered) - 1, int(len(ordered) * share))]
+
+
+def _named(share: float) -> str:
+    return "chosen" if share == PLANNERS_CHOICE else f"{share:g}" if share else "both"
 
 
 def good(requests: Sequence[RequestResult], load: Load) -> float:
@@ -105,7 +113,7 @@ def main() -> int:
                 lost = sum(not r.completed for run in runs for r in run)
                 print(
                     f"{load.prompt:6} {load.output:6} {rate:5.0f} {load.tpot_s * 1e3:7.0f} ms "
-                    f"{share or 'both':>8} {figures[0]:8.0f} ms {figures[1]:6.0f} "
+                    f"{_named(share):>8} {figures[0]:8.0f} ms {figures[1]:6.0f} "
                     f"{figures[2]:6.1f} ms {figures[3]:6.1f} "
                     f"{median(good(run, load) for run in runs):6.1%} {lost:5}",
                     flush=True,

@@ -13,7 +13,7 @@ from services.local.asking import ask
 from shared import subjects
 from shared.errors import BadInput
 from shared.ids import ModelName
-from shared.messages.pool import Models, ModelSet
+from shared.messages.pool import PLANNERS_CHOICE, Models, ModelSet
 from shared.schedule import parse
 
 SETTINGS = {
@@ -104,10 +104,11 @@ def add_parser(actions: "argparse._SubParsersAction[Any]") -> argparse.ArgumentP
     )
     change.add_argument(
         "--prefill-share",
-        type=float,
-        metavar="SHARE",
+        type=_share,
+        metavar="SHARE|auto",
         help="the share of the instances that only prefill, while the others only decode, if there "
-        "are at least two; 0: each does both",
+        "are at least two; 0: each does both; auto: as load and objectives have it (it takes "
+        "--tpot-ms)",
     )
     change.set_defaults(run=lambda args: asyncio.run(_set(args)))
     return change
@@ -123,6 +124,16 @@ def _seconds(text: str) -> float:
     if not 0 <= seconds < inf:
         raise argparse.ArgumentTypeError(f"{text!r} is neither seconds nor 'default'")
     return seconds
+
+
+def _share(text: str) -> float:
+    try:
+        share = PLANNERS_CHOICE if text == "auto" else float(text)
+    except ValueError:
+        share = 1.0
+    if not (text == "auto" or 0 <= share < 1):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither a share below 1 nor 'auto'")
+    return share
 
 
 def _objective(text: str) -> float:
@@ -166,6 +177,12 @@ def wanted(least: int, most: int, fixed: int | None) -> str:
     return f"{least} to {most or 'all nodes'}" if fixed is None else f"{fixed}, by hand"
 
 
+def _roles(share: float) -> str:
+    if share == PLANNERS_CHOICE:
+        return "prefill apart if that is better"
+    return f"{share:.0%} of instances prefill" if share else ""
+
+
 def rules(record: Mapping[str, Any]) -> str:
     """What the model is to have besides numbers of instances, where it is not the default."""
     keep_alive_s = record["keep_alive_s"]
@@ -176,6 +193,6 @@ def rules(record: Mapping[str, Any]) -> str:
         bool(record["warm"]) and f"{record['warm']} warm",
         keep_alive_s is not None and f"keep-alive {keep_alive_s:g} s",
         str(record["schedule"]),
-        bool(record["prefill_share"]) and f"{record['prefill_share']:.0%} of instances prefill",
+        _roles(record["prefill_share"]),
     )
     return ", ".join(str(part) for part in parts if part)

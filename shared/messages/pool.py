@@ -229,6 +229,10 @@ class Task(enum.Enum):
     CLASSIFY = "image-classification"
 
 
+PLANNERS_CHOICE = -1.0
+"""A `prefill_share` that the planner chooses, by load and objectives."""
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A published model. Its objects lie in the asset store, named by their SHA-256."""
 
@@ -262,7 +266,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     schedule: str = ""
     """Windows of the week with other numbers, see `shared/schedule.py`."""
     prefill_share: float = 0.0
-    """The share of the replicas that only prefill; the others only decode. 0: each does both."""
+    """The share of the replicas that only prefill; the others only decode. 0: each does both.
+    PLANNERS_CHOICE: as load and objectives have it."""
     chunk_bytes: int = 0
     """The manifest's chunk size. 0: not known (the record is older than this field). Predictions
     then assume that relays forward whole blocks, which is later than they do."""

@@ -61,7 +61,8 @@ class Fleet:
         self.most_slots = 0
         """The most slots that a replica may have, so that tokens come as fast as the model's
         objective says. 0: no limit."""
-        self.prefill_share = record.prefill_share
+        self.prefill_share = 0.0
+        """See `separate`."""
         self._desk = desk
         self._record = record
         self._every = frozenset(range(record.n_blocks))

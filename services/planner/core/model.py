@@ -107,7 +107,6 @@ class ModelMachine:
     def on_settings(self, record: ModelRecord) -> None:
         """Takes in that the operator has changed the model's settings. Its weights are the same."""
         self._replicas.record = record
-        self.fleet.separate(record.prefill_share)
 
     def on_load(self) -> float:
         """Returns when something follows from it."""

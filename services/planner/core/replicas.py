@@ -171,6 +171,7 @@ class Replicas:
         )
         if self.sizing.batch != self._fleet.most_slots:
             self._fleet.limit(self.sizing.batch)
+        self._fleet.separate(self.sizing.prefill_share)
         if outgoing:
             decision = self._with_successors(decision, have + coming, len(outgoing))
         self._releases.warm = self.sizing.warm

@@ -6,13 +6,75 @@ replica prefills in its place (BlitzScale, OSDI 2025, section 5.3). Where replic
 that decodes turns to prefill, and its requests move on.
 
 A single replica does both, and so do paths over nodes that still load.
+
+Whether they are apart at all, and how many prefill, follows from the load where the operator leaves
+it to the planner (`prefillers`). Together, a replica prefills for the share r of its time, so that
+tokens come 1 / (1 - r) times as late (`objectives`). Apart, they come as fast as a step, but fewer
+replicas run all the sequences, and the others all the prefills.
 """
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from statistics import median_high
 
 import msgspec
 
+from services.planner.core.objectives import Objectives, Work, busy, slack_s, wait_s
 from shared.messages.instances import Instance, InstanceState, Role
+
+HOLD_S = 3.0
+"""Roles follow what was best in so many seconds, and change no sooner."""
+CLOSE = 0.9
+"""Together, requests differ in how many prefills they meet. If their mean time between tokens is
+more than this share of the objective, too many of them miss it."""
+MOST_BUSY = 0.85
+"""The share of its time for which a replica may prefill, if it does nothing else."""
+
+
+def prefillers(work: Work, objectives: Objectives, replicas: int) -> int:
+    """How many of the replicas should only prefill. 0: each does both, because that keeps the
+    objective for tokens, or because nothing does, or it is not known."""
+    known = work.rate and work.prefill_s and work.token_s and work.step_s and work.stay_s
+    if not (objectives.tpot_s and known) or replicas < 2:
+        return 0
+    free = 1 - busy(work, replicas)
+    if free > 0 and _token_s(work, free, replicas) <= CLOSE * objectives.tpot_s:
+        return 0
+    for count in range(1, replicas):
+        late = wait_s(work, 0.0, count) > slack_s(work, objectives) if objectives.ttft_s else False
+        if busy(work, count) > MOST_BUSY or late:
+            continue
+        return count if _token_s(work, 1.0, replicas - count) <= objectives.tpot_s else 0
+    return 0
+
+
+def _token_s(work: Work, free: float, replicas: int) -> float:
+    """The time between two tokens on replicas that decode for the share `free` of their time."""
+    each = work.rate * work.stay_s / free / replicas
+    return (work.step_s + max(0.0, each - 1) * work.token_s) / free
+
+
+@dataclass(slots=True)
+class Choice:
+    """How many replicas prefill. What is best varies with every burst, so the median counts."""
+
+    count: int = 0
+    _found: deque[tuple[float, int]] = field(default_factory=deque)
+    """What was best at times of the last HOLD_S seconds, and once before."""
+    _changed_at: float = 0.0
+
+    def look(self, found: int, at: float) -> int:
+        """Takes in what would be best now. Returns how many prefill from now on."""
+        self._found.append((at, found))
+        while len(self._found) > 1 and self._found[1][0] <= at - HOLD_S:
+            self._found.popleft()
+        known = at - self._found[0][0] >= HOLD_S
+        if known and at - self._changed_at >= HOLD_S:
+            middle = median_high(number for _, number in self._found)
+            if middle != self.count:
+                self.count, self._changed_at = middle, at
+        return self.count
 
 
 def assign_roles(instances: Sequence[Instance], prefill_share: float) -> tuple[Instance, ...]:

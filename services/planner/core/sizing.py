@@ -11,13 +11,14 @@ from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.keeping import HOST_SHARE, Gaps, Idle
 from services.planner.core.load_reports import Asked
-from services.planner.core.objectives import FULL, Objectives, Supply, batch, busy
+from services.planner.core.objectives import FULL, Objectives, Supply, Work, batch, busy
 from services.planner.core.rhythm import Rhythm
+from services.planner.core.roles import Choice, prefillers
 from services.planner.core.scaling import Decision, Scaler
 from services.planner.core.traffic import Arrivals, Traffic
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import PLANNERS_CHOICE, ModelRecord
 from shared.messages.scaling import EventRecord
 from shared.schedule import least
 
@@ -50,6 +51,9 @@ class Sizing:
         self.spare_at: float | None = None
         """When replicas that the load does not fill may give way; None: there are none."""
         self._desk = desk
+        self.prefill_share = 0.0
+        """The share of the replicas that only prefill."""
+        self._roles = Choice()
         self._scaler = Scaler()
         self._surplus_since: float | None = None
         self._traffic = Traffic()
@@ -83,6 +87,7 @@ class Sizing:
             history = msgspec.structs.replace(self._rhythm.history, gaps=self._gaps.counts)
             self._desk.do(*archive.remember(record.model_id, history, self._desk.cause))
         self._set_batch(demand, policy)
+        self.prefill_share = self._prefill_share(record, work_of(demand, policy), policy, have)
         policy = self._ahead(self._with_history(policy), supply.horizon_s)
         idle = self._scaler.idle
         self._scaler, decision = self._desk.settings.decide(
@@ -146,6 +151,12 @@ class Sizing:
         )
         self._asked = asked
         return self._traffic.arrivals(at)
+
+    def _prefill_share(self, record: ModelRecord, work: Work, policy: Policy, have: int) -> float:
+        if record.prefill_share != PLANNERS_CHOICE:
+            return record.prefill_share
+        count = self._roles.look(prefillers(work, policy.objectives, have), self._desk.at)
+        return min(count, have - 1) / have if have > 1 else 0.0
 
     def _set_batch(self, demand: Demand, policy: Policy) -> None:
         """Times as nodes measure them are never quite the same; the batch stays while it is about

@@ -11,7 +11,7 @@ import msgspec
 
 from shared.errors import BadInput, Conflict, LambdaScaleError, NotFound
 from shared.ids import ModelId, ModelName, check_model_name
-from shared.messages.pool import ModelRecord, ModelSet
+from shared.messages.pool import PLANNERS_CHOICE, ModelRecord, ModelSet
 from shared.schedule import MOST_COPIES, parse
 
 MOST_PRIORITY = 1000
@@ -164,10 +164,10 @@ def _check(record: ModelRecord) -> None:
             )
     if not 0 <= record.warm <= MOST_COPIES:
         raise BadInput(f"model {record.name!r}: warm {record.warm} must be 0 to {MOST_COPIES}")
-    if not 0 <= record.prefill_share < 1:
+    if not 0 <= record.prefill_share < 1 and record.prefill_share != PLANNERS_CHOICE:
         raise BadInput(
             f"model {record.name!r}: prefill_share {record.prefill_share} must be 0 (replicas do "
-            "both) or more, and less than 1"
+            "both) or more, and less than 1, or -1 (the planner chooses)"
         )
     try:
         parse(record.schedule)

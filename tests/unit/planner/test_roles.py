@@ -1,9 +1,12 @@
 """Who prefills and who decodes."""
 
+from dataclasses import replace
+
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.roles import assign_roles
+from services.planner.core.objectives import Objectives, Work
+from services.planner.core.roles import HOLD_S, Choice, assign_roles, prefillers
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Role, Stage
 
@@ -64,3 +67,70 @@ def test_who_joins_last_prefills_and_the_oldest_of_them_turns_to_decode() -> Non
         Role.DECODE,
         Role.PREFILL,
     ]
+
+
+LONG = Work(
+    waiting_s=0.0,
+    inside=20,
+    rate=18.0,
+    prefill_s=0.16,
+    token_s=5e-5,
+    step_s=0.014,
+    stay_s=64 * 0.014,
+    slots=64,
+)
+"""Prompts of 3,072 tokens, 18 a second, and 64 tokens each."""
+TIGHT = Objectives(ttft_s=2.0, tpot_s=0.020)
+
+
+def test_long_prompts_and_a_tight_objective_for_tokens_part_them() -> None:
+    assert prefillers(LONG, TIGHT, 8) == 4
+
+
+def test_who_keeps_the_objective_together_stays_together() -> None:
+    assert prefillers(LONG, Objectives(tpot_s=0.1), 8) == 0
+    assert prefillers(replace(LONG, rate=4.0), TIGHT, 8) == 0
+    assert prefillers(LONG, Objectives(ttft_s=2.0), 8) == 0
+
+
+def test_what_nobody_can_keep_and_what_is_not_known_part_nobody() -> None:
+    assert prefillers(replace(LONG, rate=60.0), TIGHT, 8) == 0
+    assert prefillers(LONG, Objectives(tpot_s=0.010), 8) == 0
+    assert prefillers(replace(LONG, prefill_s=0.0), TIGHT, 8) == 0
+    assert prefillers(LONG, TIGHT, 1) == 0
+
+
+@given(
+    st.floats(0, 100),
+    st.floats(0, 1),
+    st.floats(0, 0.001),
+    st.floats(0, 0.1),
+    st.floats(0, 20),
+    st.floats(0, 0.2),
+    st.floats(0, 5),
+    st.integers(0, 40),
+)
+def test_somebody_always_decodes(
+    rate: float,
+    prefill_s: float,
+    token_s: float,
+    step_s: float,
+    stay_s: float,
+    tpot_s: float,
+    ttft_s: float,
+    replicas: int,
+) -> None:
+    work = Work(0.0, 0, rate, prefill_s, token_s, step_s, stay_s, 16)
+    assert 0 <= prefillers(work, Objectives(ttft_s, tpot_s), replicas) < max(1, replicas)
+
+
+def test_roles_follow_what_was_mostly_best_for_a_while() -> None:
+    choice = Choice()
+    for step in range(100):
+        number = choice.look((0, 3, 3, 4, 3)[step % 5], step * 0.1)
+        assert number == (3 if step * 0.1 >= HOLD_S else 0)
+    assert choice.look(5, 10.0) == 3
+    assert choice.look(5, 10.0 + HOLD_S) == 5
+    assert choice.look(2, 10.1 + HOLD_S) == 5
+    assert choice.look(2, 9.9 + 2 * HOLD_S) == 5, "not so soon again"
+    assert choice.look(2, 10.1 + 2 * HOLD_S) == 2
