@@ -1,17 +1,20 @@
 """Tenants, keys and limits on a real cluster with two gateways, by the operator's own commands."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 
 from services.local.demo_model import make_checkpoint
 from tests.support import commands
-from tests.support.cluster import MODEL, Running, running
+from tests.support.cluster import MODEL, Answer, Oracle, Running, running
 from tests.support.models import TINY
 
 BODY = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": 4, "ignore_eos": True}
@@ -118,3 +121,68 @@ async def test_what_was_used_is_summed(site: Site) -> None:
     assert used["device_s"] > 0
     assert used["kv_gb_s"] > 0
     assert (await site.run("usage", "--model", "other", "--json")).document == []
+
+
+QUOTA = 20
+"""Requests a minute of the tenant that floods a gateway with ten times as many."""
+ROOM_MIB = 200.0
+"""What the flood may take of the gateway's memory."""
+
+
+def hostile_bodies() -> Sequence[bytes]:
+    """Bodies as large as the gateway takes, which ask for what it refuses."""
+    ask = {"model": MODEL, "max_tokens": 1}
+    said = [{"role": "user", "content": "a"}]
+    return (
+        msgspec.json.encode({**ask, "prompt": "hello world " * 86_000}),
+        msgspec.json.encode({**ask, "prompt": ["a"] * 260_000}),
+        msgspec.json.encode({**ask, "prompt": [1] * 500_000}),
+        msgspec.json.encode({**ask, "messages": said * 30_000}),
+        b"[" * 1_000_000,
+    )
+
+
+def most_mib(pid: int) -> float:
+    """The most resident memory that the process ever had."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    (line,) = (line for line in lines if line.startswith("VmHWM"))
+    return int(line.split()[1]) / 1024
+
+
+async def test_a_tenant_that_floods_a_gateway_changes_no_stream_of_another(
+    site: Site, oracle: Oracle
+) -> None:
+    await site.run("tenant", "add", "calm")
+    await site.run("tenant", "add", "loud", "--requests-per-min", str(QUOTA))
+    calm = await site.new_key("--tenant", "calm")
+    loud = await site.new_key("--tenant", "loud")
+    await site.everywhere("", lambda status: status == 401)
+    for key in (calm, loud):
+        await site.everywhere(key, lambda status: status == 200)
+    prompt, count = [5, 6, 7], 300
+    right = oracle.tokens([prompt], count)[0]
+    before, began = most_mib(site.up.pid("gateway")), time.monotonic()
+
+    async def flood() -> Counter[int]:
+        bodies = [msgspec.json.encode(BODY)] * 10 * QUOTA + [*hostile_bodies()] * 4
+        headers = {"Authorization": f"Bearer {loud}", "Content-Type": "application/json"}
+
+        async def send(body: bytes) -> int:
+            async with http.post("/v1/completions", data=body) as response:
+                await response.read()
+                return response.status
+
+        async with aiohttp.ClientSession(site.up.url, headers=headers) as http:
+            return Counter(await asyncio.gather(*map(send, bodies)))
+
+    flooding = asyncio.create_task(flood())
+    answers: list[Answer] = []
+    while not flooding.done():
+        headers = {"Authorization": f"Bearer {calm}"}
+        answers.append(await site.up.ask(prompt, count, headers=headers))
+    statuses = await flooding
+    assert answers
+    assert all((each.tokens, each.finish) == (right, "length") for each in answers)
+    assert set(statuses) == {200, 400, 429}
+    assert statuses[200] <= QUOTA + 1 + QUOTA / 60 * (time.monotonic() - began)
+    assert most_mib(site.up.pid("gateway")) < before + ROOM_MIB
