@@ -141,9 +141,10 @@ def revise(
 def node_slots(
     instances: Iterable[Instance], members: Mapping[NodeId, Member]
 ) -> dict[NodeId, int]:
-    """The slots of every node that is a stage of a path."""
+    """The slots of every node that is a stage of a path, unless it has just left: its paths go with
+    the next revision."""
     nodes = {stage.node for i in instances if not i.is_replica for stage in i.stages}
-    return {node: members[node].slots for node in sorted(nodes)}
+    return {node: members[node].slots for node in sorted(nodes) if node in members}
 
 
 def _rate(member: Member) -> tuple[int, float]:

@@ -16,20 +16,22 @@ replicas run all the sequences, and the others all the prefills.
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf, sqrt
 from statistics import median_high
 
 import msgspec
 
-from services.planner.core.objectives import Objectives, Work, busy, slack_s, wait_s
+from services.planner.core.objectives import Objectives, Work, Z, busy, slack_s, wait_s
 from shared.messages.instances import Instance, InstanceState, Role
 
 HOLD_S = 3.0
 """Roles follow what was best in so many seconds, and change no sooner."""
 CLOSE = 0.9
-"""Together, requests differ in how many prefills they meet. If their mean time between tokens is
-more than this share of the objective, too many of them miss it."""
-MOST_BUSY = 0.85
-"""The share of its time for which a replica may prefill, if it does nothing else."""
+"""Requests differ in how many others they run beside. If their mean time between tokens is more
+than this share of the objective, too many of them miss it."""
+MOST_BUSY = 0.7
+"""The share of its time for which a replica is meant to prefill, if it does nothing else. What
+comes is known to a sixth or so, and who is short of prefills is late for long."""
 
 
 def prefillers(work: Work, objectives: Objectives, replicas: int) -> int:
@@ -38,15 +40,26 @@ def prefillers(work: Work, objectives: Objectives, replicas: int) -> int:
     known = work.rate and work.prefill_s and work.token_s and work.step_s and work.stay_s
     if not (objectives.tpot_s and known) or replicas < 2:
         return 0
-    free = 1 - busy(work, replicas)
-    if free > 0 and _token_s(work, free, replicas) <= CLOSE * objectives.tpot_s:
+    most_s, free = CLOSE * objectives.tpot_s, 1 - busy(work, replicas)
+    together_s = _token_s(work, free, replicas) if free > 0 else inf
+    if together_s <= most_s:
         return 0
     for count in range(1, replicas):
         late = wait_s(work, 0.0, count) > slack_s(work, objectives) if objectives.ttft_s else False
         if busy(work, count) > MOST_BUSY or late:
             continue
-        return count if _token_s(work, 1.0, replicas - count) <= objectives.tpot_s else 0
+        apart_s = _token_s(work, 1.0, replicas - count)
+        better = apart_s <= most_s and apart_s < together_s
+        return count if better and _fit(work, replicas - count) else 0
     return 0
+
+
+def _fit(work: Work, replicas: int) -> bool:
+    """Whether so many replicas have slots and KV for all that decode."""
+    there = work.rate * work.stay_s
+    most = there + Z * sqrt(there)
+    kv = work.kv_tokens * replicas
+    return most <= work.slots * replicas and (not kv or most * work.kv_each <= kv)
 
 
 def _token_s(work: Work, free: float, replicas: int) -> float:

@@ -196,6 +196,8 @@ def test_a_path_takes_what_the_node_with_the_fewest_slots_does() -> None:
     (path,) = model.revise().paths
     assert path.slots == 2
     assert node_slots(model.instances, model.members) == {A: SLOTS, B: 2}
+    model.drop(B)
+    assert node_slots(model.instances, model.members) == {A: SLOTS}, "its path is still there"
 
 
 def test_a_replica_has_the_slots_of_its_own_node() -> None:

@@ -84,7 +84,8 @@ TIGHT = Objectives(ttft_s=2.0, tpot_s=0.020)
 
 
 def test_long_prompts_and_a_tight_objective_for_tokens_part_them() -> None:
-    assert prefillers(LONG, TIGHT, 8) == 4
+    assert prefillers(LONG, TIGHT, 8) == 5
+    assert prefillers(replace(LONG, rate=14.0), TIGHT, 8) == 4
 
 
 def test_who_keeps_the_objective_together_stays_together() -> None:
@@ -97,6 +98,7 @@ def test_what_nobody_can_keep_and_what_is_not_known_part_nobody() -> None:
     assert prefillers(replace(LONG, rate=60.0), TIGHT, 8) == 0
     assert prefillers(LONG, Objectives(tpot_s=0.010), 8) == 0
     assert prefillers(replace(LONG, prefill_s=0.0), TIGHT, 8) == 0
+    assert prefillers(replace(LONG, kv_each=3100.0, kv_tokens=15_000), TIGHT, 8) == 0
     assert prefillers(LONG, TIGHT, 1) == 0
 
 
