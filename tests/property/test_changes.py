@@ -63,6 +63,7 @@ def test_statuses(history: list[tuple[dict[tuple[ModelId, Tier], tuple[int, ...]
         registry.validate()
         for model in MODELS:  # what is remembered of an answer has to hold after the next status
             planner.whole_on_disk(record(model, model, n_blocks=2))
+            planner.fastest_sender(model)
         if arriving and not asked:
             expected: dict[ModelId, dict[Tier, frozenset[int]]] = {}
             for (model, tier), blocks in held.items():

@@ -84,9 +84,13 @@ class Cluster:
         """The nodes, of any generation, that say they hold something of the model."""
         self._in_memory: dict[ModelId, set[NodeId]] = {}
         """Those of them that hold something of it in memory."""
+        self._on_disk: dict[ModelId, dict[NodeId, int]] = {}
+        """How many blocks of each model the nodes have on disk, those that have any."""
         self._whole_on_disk: dict[ModelId, tuple[int, frozenset[NodeId]]] = {}
         """Answers of `whole_on_disk` that still hold, with the number of the model's blocks. Disks
         have many models and change seldom."""
+        self._fastest: dict[ModelId, float | None] = {}
+        """Answers of `fastest_sender` that still hold."""
         self._disks: list[tuple[float, NodeId]] | None = None
         """The known rates of live nodes' disks, the fastest first; None: to be found anew."""
         self._slots: int | None = None
@@ -147,6 +151,7 @@ class Cluster:
     def _forget_answers(self) -> None:
         """The live nodes are others now."""
         self._whole_on_disk.clear()
+        self._fastest.clear()
         self._slots = self._disks = None
 
     def on_revived(self, info: NodeInfo) -> None:
@@ -173,6 +178,8 @@ class Cluster:
         again = said is not None and known is not None and known.generation == status.generation
         if not again or _load_rate(known) != _load_rate(status):
             self._disks = None
+        if not again or _out_rate(known) != _out_rate(status):
+            self._fastest.clear()
         before = was if again else {}
         if said is not None and again:
             self._sort_again(said, whole, now, named_by(status) if status.since else None)
@@ -242,10 +249,18 @@ class Cluster:
         self._holders.setdefault(model, set()).add(said.status.node)
         if tier is Tier.DISK:
             self._whole_on_disk.pop(model, None)
+            self._on_disk.setdefault(model, {})[said.status.node] = len(tiers[tier])
         else:
             self._in_memory.setdefault(model, set()).add(said.status.node)
+            self._may_be_fastest(said.status.node, model)
         if tier is Tier.GPU:
             said.on_device = {**said.on_device, model: tiers[tier]}
+
+    def _may_be_fastest(self, node: NodeId, model: ModelId) -> None:
+        """Takes in that a node holds something of a model in memory, or more than before."""
+        if model in self._fastest and self._lends(node, model):
+            rate, known = self.out_bytes_per_s(node), self._fastest[model]
+            self._fastest[model] = rate if known is None else max(known, rate)
 
     def _unsort(self, said: _Said) -> None:
         for model in said.models:
@@ -253,6 +268,11 @@ class Cluster:
 
     def _unlist(self, node: NodeId, model: ModelId) -> None:
         self._whole_on_disk.pop(model, None)
+        self._fastest.pop(model, None)
+        on_disk = self._on_disk.get(model, {})
+        on_disk.pop(node, None)
+        if not on_disk:
+            self._on_disk.pop(model, None)
         for index in (self._holders, self._in_memory):
             nodes = index.get(model, set())
             nodes.discard(node)
@@ -369,8 +389,8 @@ class Cluster:
         return known[1]
 
     def _with_whole(self, model: ModelId, blocks: int) -> frozenset[NodeId]:
-        holders = self.holders(model, [Tier.DISK]).items()
-        return frozenset(node for node, held in holders if len(held) == blocks)
+        counts = self._on_disk.get(model, {}).items()
+        return frozenset(node for node, count in counts if count == blocks and self._of_node(node))
 
     def out_bytes_per_s(self, node: NodeId) -> float:
         """The rate at which a live node sends, as it states or has measured it; 0: not known."""
@@ -381,13 +401,18 @@ class Cluster:
     def fastest_sender(self, model: ModelId) -> float | None:
         """The highest rate at which a node that holds something of the model in memory sends; 0:
         not known. None: no node holds any of it."""
-        fastest: float | None = None
-        for node in self._in_memory.get(model, ()):
-            tiers = self._models(node).get(model, {})
-            if any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK):
-                rate = self.out_bytes_per_s(node)
-                fastest = rate if fastest is None else max(fastest, rate)
-        return fastest
+        if model not in self._fastest:
+            self._fastest[model] = self._fastest_of(model)
+        return self._fastest[model]
+
+    def _fastest_of(self, model: ModelId) -> float | None:
+        lenders = (node for node in self._in_memory.get(model, ()) if self._lends(node, model))
+        return max(map(self.out_bytes_per_s, lenders), default=None)
+
+    def _lends(self, node: NodeId, model: ModelId) -> bool:
+        """Whether a live node holds something of the model in memory."""
+        tiers = self._models(node).get(model, {})
+        return any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK)
 
     def in_arenas(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
@@ -401,7 +426,19 @@ class Cluster:
         assert self.over.keys() == self._over_at.keys()
         assert self._disks in (None, self._known_disks())
         for model, (blocks, nodes) in self._whole_on_disk.items():
-            assert nodes == self._with_whole(model, blocks)
+            holders_on_disk = self.holders(model, [Tier.DISK]).items()
+            assert nodes == {node for node, held in holders_on_disk if len(held) == blocks}
+        on_disk = {
+            model: {
+                node: len(said.models[model][Tier.DISK])
+                for node, said in self._said.items()
+                if Tier.DISK in said.models.get(model, {})
+            }
+            for model in self._holders
+        }
+        assert {model: counts for model, counts in on_disk.items() if counts} == self._on_disk
+        for model, fastest in self._fastest.items():
+            assert fastest == self._fastest_of(model)
         holders: dict[ModelId, set[NodeId]] = {}
         for node, said in self._said.items():
             assert said.status.node == node
@@ -444,6 +481,10 @@ def _by_model(
 
 def _load_rate(status: NodeStatus | None) -> float:
     return status.profile.load_bytes_per_s if status is not None else 0.0
+
+
+def _out_rate(status: NodeStatus | None) -> float:
+    return status.profile.out_bytes_per_s if status is not None else 0.0
 
 
 def _in_arena(status: NodeStatus) -> tuple[Holding, ...]:

@@ -7,7 +7,9 @@ is said is mostly what has changed.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+
+import msgspec
 
 from services.planner.core import instances
 from services.planner.core.commands import PlanPaths
@@ -134,9 +136,9 @@ class Fleet:
         member = self._members.get(node)
         if member is None:
             return
-        new = replace(member, held=self._held(node), speed=self._speed(node, member.speed))
-        if new != member:
-            self._put(new)
+        held, speed = self._held(node), self._speed(node, member.speed)
+        if (held, speed) != (member.held, member.speed):
+            self._put(msgspec.structs.replace(member, held=held, speed=speed))
 
     def limit(self, most_slots: int) -> None:
         """From now on a replica may have at most so many slots (0: as many as its node has). What
@@ -145,7 +147,7 @@ class Fleet:
         nodes = self._desk.cluster.nodes
         for node, member in list(self._members.items()):
             if node in nodes and member.slots != (slots := self._slots(nodes[node])):
-                self._put(replace(member, slots=slots))
+                self._put(msgspec.structs.replace(member, slots=slots))
 
     def _slots(self, info: NodeInfo) -> int:
         return min(info.slots, self.most_slots) if self.most_slots else info.slots
@@ -157,7 +159,7 @@ class Fleet:
             self.touch()
 
     def drain(self, node: NodeId, draining: bool = True) -> None:
-        self._put(replace(self._members[node], draining=draining))
+        self._put(msgspec.structs.replace(self._members[node], draining=draining))
 
     def leave(self, node: NodeId) -> Member | None:
         member = self._members.get(node)

@@ -10,7 +10,7 @@ drains (other paths took over) or moves (its nodes are complete: local execution
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -23,8 +23,7 @@ from shared.slots import granted
 Stages = tuple[Stage, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(msgspec.Struct, frozen=True):
     """A node that serves, or will serve, a model."""
 
     node: NodeId
@@ -58,9 +57,9 @@ def join(members: dict[NodeId, Member], member: Member, blocks: int) -> None:
     """Puts `member` among the members. Complete members become sources when a loading begins."""
     if not loading(members, blocks):
         for node, known in members.items():
-            members[node] = replace(known, source=True)
+            members[node] = msgspec.structs.replace(known, source=True)
     complete = len(member.held) == blocks
-    members[member.node] = replace(member, source=complete)
+    members[member.node] = msgspec.structs.replace(member, source=complete)
 
 
 def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:

@@ -156,14 +156,22 @@ class _Step:
         """dst -> (src, block)"""
         self.feeds: dict[int, int] = {}
         """src -> dst"""
+        self.givers = [
+            sum(1 << i for i, src in enumerate(self.senders) if gives[src] >> block & 1)
+            for block in range(blocks)
+        ]
+        """Who gives each block: a bit for each place among the senders."""
 
     def match(self) -> dict[int, tuple[int, int]]:
         self._rarest_first()
+        self.free = sum(1 << i for i, src in enumerate(self.senders) if src not in self.feeds)
+        self.tried = 0
+        """Senders from which no way leads to a free one: no later search succeeds over them."""
         for dst in self.receivers:
-            if len(self.feeds) == len(self.senders):
+            if not self.free:
                 break
             if dst not in self.fed_by:
-                self._augment(dst, set())
+                self._augment(dst)
         return self.fed_by
 
     def _rarest_first(self) -> None:
@@ -183,18 +191,47 @@ class _Step:
         self.feeds[src] = dst
         self.fed_by[dst] = (src, block)
 
-    def _augment(self, dst: int, tried: set[int]) -> bool:
-        """Finds a sender for dst, moving other receivers to other senders (Kuhn's algorithm)."""
-        lacks = ~self.have[dst]
-        for src in self.senders:
-            offer = self.gives[src] & lacks
-            if not offer or src in tried:
+    def _augment(self, dst: int) -> None:
+        """Finds a sender for dst, moving other receivers to other senders (Kuhn's algorithm). If
+        there is none, all that was tried is out of question for the rest of the step (it is a
+        Hungarian tree)."""
+        tried, path = self.tried, [dst]
+        found_by: dict[int, int] = {}
+        """sender -> the receiver that would move to it"""
+        while path:
+            node = path[-1]
+            open_ = self._givers_to(node) & ~tried
+            if not open_:
+                path.pop()
                 continue
-            tried.add(src)
-            if src not in self.feeds or self._augment(self.feeds[src], tried):
-                self._pair(src, dst, self._rarest(offer))
-                return True
-        return False
+            free = open_ & self.free
+            lowest = free & -free or open_ & -open_
+            tried |= lowest
+            src = self.senders[lowest.bit_length() - 1]
+            if free:
+                self.free ^= lowest
+                self._move(node, src, found_by)
+                return
+            found_by[src] = node
+            path.append(self.feeds[src])
+        self.tried = tried
+
+    def _givers_to(self, dst: int) -> int:
+        lacks, givers = ~self.have[dst], 0
+        for block, mask in enumerate(self.givers):
+            if lacks >> block & 1:
+                givers |= mask
+        return givers
+
+    def _move(self, dst: int, src: int, found_by: Mapping[int, int]) -> None:
+        """Gives `src` to `dst`, whose sender goes to the receiver that found it, and so on."""
+        while True:
+            before = self.fed_by.get(dst)
+            self._pair(src, dst, self._rarest(self.gives[src] & ~self.have[dst]))
+            if before is None:
+                return
+            src = before[0]
+            dst = found_by[src]
 
     def _rarest(self, offer: int) -> int:
         blocks = [block for block in range(len(self.copies)) if offer >> block & 1]

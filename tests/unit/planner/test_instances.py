@@ -2,11 +2,11 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.planner.core.instances import (
     Member,
