@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import pytest
 
-from services.gateway.core import model, routing
+from services.gateway.core import routing, setbacks
 from services.gateway.core.commands import Resumed
 from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
@@ -55,7 +55,7 @@ class Stays:
 def stays(monkeypatch: pytest.MonkeyPatch) -> Stays:
     stays = Stays()
     monkeypatch.setattr(routing, "switch", stays.switch)
-    monkeypatch.setattr(model, "Resumed", stays.note)
+    monkeypatch.setattr(setbacks, "Resumed", stays.note)
     return stays
 
 
