@@ -4,6 +4,7 @@ import msgspec
 import pytest
 
 from services.node.core.batching import Batcher
+from services.node.core.handover import secret_of
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -51,11 +52,12 @@ def says(commands: list[Command]) -> list[object]:
 
 def test_nothing_of_a_sequence_runs_before_every_stage_has_room() -> None:
     core = batcher()
-    asked = core.submit(prompt("r", THREE, 3), n_blocks=BLOCKS, held=range(BLOCKS))
-    path = Path(MODEL, THREE)
+    message = prompt("r", THREE, 3)
+    asked = core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
+    path, secret = Path(MODEL, THREE), secret_of(message)
     assert asked == [
-        Send("mem://b", Admit(path, 1, "r#1", 3, 32)),
-        Send("mem://c", Admit(path, 2, "r#1", 3, 32)),
+        Send("mem://b", Admit(path, 1, "r#1", 3, 32, secret=secret)),
+        Send("mem://c", Admit(path, 2, "r#1", 3, 32, secret=secret)),
     ]
     assert core.take() == ()
     core.received(Admitted(2, "r#1"))
