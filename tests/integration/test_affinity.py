@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.cluster import LIMIT_S, MODEL, running
 
-CHATS, TURNS, WORDS, ANSWER = 6, 4, 60, 20
+CHATS, TURNS, WORDS, ANSWER = 12, 4, 60, 20
 PAGE = 16
 
 

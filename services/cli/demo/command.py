@@ -26,9 +26,11 @@ from services.local.cluster import Cluster, ClusterSpec, bus_config, node_id
 from services.local.demo_model import make_demo_model
 from services.local.publishing import import_model
 from services.local.watch import Watch
+from shared import subjects
+from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.errors import LambdaScaleError
-from shared.messages.scaling import ImportModel
+from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
 
 PARALLEL_REFERENCE = scenario.SLOTS
 READY_S = 30.0
@@ -120,7 +122,9 @@ class Demo:
                 raise LambdaScaleError(f"no node served the model within {READY_S:.0f} s")
             end = time.monotonic() + PLAY_S + sum(self.gaps)
             self._say("one complete node answers the reference requests")
+            await _keep(bus, 1)  # to answer them alone fills it
             expected = await reference(url, scenario.MODEL, self.requests, PARALLEL_REFERENCE)
+            await _keep(bus, None)
             self._say(f"a burst of {len(self.requests)} requests")
             self.start = time.monotonic()
             with contextlib.suppress(TimeoutError):  # what has not ended by then is lost
@@ -199,3 +203,9 @@ def keep_records(directory: Path, out: Path) -> None:
         if (directory / name).exists():
             (directory / name).rename(out / name)
     shutil.rmtree(directory, ignore_errors=True)
+
+
+async def _keep(bus: Bus, instances: int | None) -> None:
+    """Has the planner keep so many instances; None: as many as the load needs."""
+    wish = SetInstances(name=scenario.MODEL, instances=instances)
+    await bus.request(subjects.PLANNER_SCALE, wish, ScaleAccepted, timeout=READY_S)
