@@ -83,7 +83,7 @@ class Requests:
         await self.more(self._batch * ANSWER)
 
     async def more(self, tokens: int) -> None:
-        """Returns when so many more tokens have come."""
+        """Returns when this number of further tokens has come."""
         self._awaited = self.tokens + tokens
         self._steady.clear()
         try:

@@ -144,7 +144,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class PromptLogprob(msgspec.Struct):
-    """Of a token at a place of the prompt."""
+    """How probable one token is at one place of the prompt."""
 
     logprob: float
     rank: int | None

@@ -43,7 +43,8 @@ class Lingo:
     """Ids that end a completion."""
     vocab_size: int
     kv_bytes: int
-    """Of a token's KV; 0: the model keeps none, or its config does not say it."""
+    """How many bytes the KV of a token takes. 0: the model keeps none, or its config does not
+    say."""
     defaults: Mapping[str, float]
     """Of sampling, by the names that requests have for it."""
     embeds: Embeds
@@ -81,7 +82,7 @@ class Catalog:
         self._loading.pop(model_id, None)
 
     def kv_bytes(self, record: ModelRecord) -> int:
-        """Of a token's KV; 0: not known."""
+        """How many bytes the KV of a token takes. 0: it is not known."""
         found = self._known.get(record.model_id)
         return found.kv_bytes if isinstance(found, Lingo) else 0
 

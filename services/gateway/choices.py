@@ -59,7 +59,7 @@ class Choice:
         self.cached: int | None = None
         """Prompt tokens that were cached where it began. None: not known before its first token."""
         self.vector = b""
-        """The prompt's vector, if that is what was asked for: see `Token.vector`."""
+        """The prompt's vector (`Token.vector`). It is empty unless the client asked for vectors."""
         self.first_at = 0.0
         self.reasoning_tokens = 0
         """How many of its tokens are thoughts."""

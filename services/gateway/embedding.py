@@ -23,11 +23,12 @@ from shared.messages.pool import ModelRecord
 from shared.messages.serving import Pooling, Sampling
 
 MAX_INPUTS = 2048
-"""Of a call, as of OpenAI's."""
+"""The most inputs that a call may have. OpenAI's API has the same limit."""
 MAX_TOKENS = 1 << 20
-"""Of all inputs of a call."""
+"""The most tokens that all inputs of a call may have together."""
 MAX_NUMBERS = 1 << 22
-"""Of all vectors of an answer. As `float` they take 80 MB of JSON."""
+"""The most numbers that all vectors of an answer may have together. As `float` they take 80 MB of
+JSON."""
 
 
 class EmbeddingBody(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):

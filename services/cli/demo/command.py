@@ -206,6 +206,6 @@ def keep_records(directory: Path, out: Path) -> None:
 
 
 async def _keep(bus: Bus, instances: int | None) -> None:
-    """Has the planner keep so many instances; None: as many as the load needs."""
+    """Tells the planner to keep this number of instances. None: the number that the load needs."""
     wish = SetInstances(name=scenario.MODEL, instances=instances)
     await bus.request(subjects.PLANNER_SCALE, wish, ScaleAccepted, timeout=READY_S)

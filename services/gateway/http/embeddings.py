@@ -14,7 +14,7 @@ from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 
 AT_ONCE = 64
-"""Of a call's inputs so many wait or run at a time: a call may have more of them than the gateway's
+"""How many inputs of a call wait or run at a time. A call may have more inputs than the gateway's
 queue takes."""
 
 

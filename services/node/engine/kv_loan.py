@@ -9,7 +9,7 @@ The bytes of a loan, its *image*, are its pages one after the other, each as
 """
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
@@ -71,7 +71,3 @@ class KvLoan:
         if self._over:
             raise NotFound(f"model {self.model_id} was closed while its KV was copied")
         return self._layers[:, page * PAGE : (page + 1) * PAGE]
-
-
-Give = Callable[[KvLoan], None]
-"""Gives a loan back, on any thread."""

@@ -13,6 +13,7 @@ everything that runs and waits, and gateways resume it elsewhere. Each error is 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -122,7 +123,7 @@ class Steps:
         """How often the engine failed since it last ran a sweep."""
         self._log = telemetry.logger("engine", node=node)
         self._grammars = Grammars(engine, aside, self, self._log)
-        self._kv_moves = KvMoves(engine, kv_mover, self, post)
+        self._kv_moves = KvMoves(engine, kv_mover, self, lambda act: post(partial(self._back, act)))
         self._unsettled: dict[SequenceKey, Callable[[], None]] = {}
         self._sweeps = Sweeps(
             engine,
@@ -387,12 +388,15 @@ class Steps:
 
     # --- KV that moves: see `services.node.execution.kv_moves.Listener` --------
 
+    def _back(self, act: Callable[[], None]) -> None:
+        with self._contained("KV that moved"):
+            act()
+
     def lent(self, lend: Lend, here: KvHere) -> None:
         self._obey(Send(lend.ask.to, here, cause=lend.cause))
 
     def brought(self, bring: Bring, *, right: bool) -> None:
-        with self._contained(f"KV for {bring.sequence}"):
-            self._do(self._batcher.brought(bring, right=right))
+        self._do(self._batcher.brought(bring, right=right))
 
     # --- grammars: see `services.node.execution.grammars.Listener` ------------
 

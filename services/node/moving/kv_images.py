@@ -20,7 +20,7 @@ KV_REGION = "kv/"
 LENT_S = 10.0
 """Seconds after which a copy goes that nobody has fetched."""
 MOST_BYTES = 1 << 30
-"""The most that is lent at a time."""
+"""The most memory that copies take at a time, those that are lent and those that come."""
 PRIORITY = 0
 """Of reads. Streams wait for them, so they go before blocks of weights of their flow."""
 
@@ -34,7 +34,8 @@ class KvImages:
         self._spawn = spawn
         self._lent: dict[str, tuple[int, asyncio.TimerHandle]] = {}
         """By region: its bytes, and when it goes."""
-        self._lent_bytes = 0
+        self._bytes = 0
+        """What all copies take."""
         self._log = telemetry.logger("kv")
 
     def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
@@ -58,15 +59,15 @@ class KvImages:
 
     async def _lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
         nbytes = pages.nbytes
-        if self._lent_bytes + nbytes > MOST_BYTES:
+        if self._bytes + nbytes > MOST_BYTES:
             lent("", b"")
             return
-        self._lent_bytes += nbytes
+        self._bytes += nbytes
         image = bytearray(nbytes)
         try:
             digest = await asyncio.to_thread(_copied, pages, image)
         except Exception as error:  # the requester's problem only: it computes the KV
-            self._lent_bytes -= nbytes
+            self._bytes -= nbytes
             self._log.warning("KV is not lent", error=str(error))
             lent("", b"")
             return
@@ -78,7 +79,7 @@ class KvImages:
 
     async def _unregister(self, region: str, nbytes: int) -> None:
         await self._transport.unregister(region)
-        self._lent_bytes -= nbytes
+        self._bytes -= nbytes
 
     async def _bring(
         self,
@@ -88,13 +89,20 @@ class KvImages:
         pages: KvPages,
         brought: Callable[[bool], None],
     ) -> None:
-        image = bytearray(pages.nbytes)
+        nbytes = pages.nbytes
+        if self._bytes + nbytes > MOST_BYTES:
+            brought(False)
+            return
+        self._bytes += nbytes
         try:
+            image = bytearray(nbytes)
             await self._transport.read(address, region, 0, memoryview(image), priority=PRIORITY)
             right = await asyncio.to_thread(_filled, pages, image, digest)
         except Exception as error:  # the KV is computed then
             self._log.warning("KV did not come", peer=address, error=str(error))
             right = False
+        finally:
+            self._bytes -= nbytes
         brought(right)
 
 

@@ -128,6 +128,18 @@ async def test_what_is_lent_at_a_time_has_a_limit(
     assert await source.has(third)
 
 
+async def test_what_comes_at_a_time_has_the_same_limit(
+    ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = ends
+    region, digest = await source.lend(Pages(KV))
+    monkeypatch.setattr(kv_images, "MOST_BYTES", len(KV) - 1)
+    assert not await target.bring(source, region, digest, Pages(nbytes=len(KV)))
+    monkeypatch.setattr(kv_images, "MOST_BYTES", len(KV))
+    for _ in range(2):  # what has come counts no more
+        assert await target.bring(source, region, digest, Pages(nbytes=len(KV)))
+
+
 async def test_a_copy_that_nobody_fetches_goes(
     ends: tuple[End, End], monkeypatch: pytest.MonkeyPatch
 ) -> None:
