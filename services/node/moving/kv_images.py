@@ -63,8 +63,8 @@ class KvImages:
             lent("", b"")
             return
         self._bytes += nbytes
-        image = bytearray(nbytes)
         try:
+            image = bytearray(nbytes)
             digest = await asyncio.to_thread(_copied, pages, image)
         except Exception as error:  # the requester's problem only: it computes the KV
             self._bytes -= nbytes
