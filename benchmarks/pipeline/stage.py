@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Self
 import uvloop
 
 from services.node.checkpoints.store import Store
-from services.node.core import leading
+from services.node.core import led
 from services.node.core.sequences import Lane
 from services.node.engine.engine import TorchEngine
 from services.node.engine.sweep import TorchSweep
@@ -161,7 +161,7 @@ class TimedEngine(TorchEngine):
 
 def _main(spec: Spec, pipe: Connection) -> None:
     telemetry.configure("stage", TelemetryConfig(log_level="error"))
-    setattr(leading, "Lane", LimitedLane)  # noqa: B010 (a class is no variable to the type checker)
+    setattr(led, "Lane", LimitedLane)  # noqa: B010 (a class is no variable to the type checker)
     uvloop.run(_Process(spec, pipe).run())
 
 

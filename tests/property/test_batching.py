@@ -325,7 +325,7 @@ class Network:
             self.do(name, node.batcher.prepared(key, failure))
 
     def leads(self, name: str, key: str) -> bool:
-        return any(attempt_of(s.key) == key for s in self.nodes[name].batcher._leader.sequences())
+        return any(attempt_of(s.key) == key for s in self.nodes[name].batcher._leader.led)
 
     def bring(self, name: str, *, right: bool = True) -> None:
         """KV has come, or cannot be had."""

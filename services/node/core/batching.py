@@ -149,7 +149,7 @@ class Batcher:
         """Continues a waiting sequence whose `Prepare` is done, or has failed. The result for a
         sequence that ended is released."""
         self._handled.cause = GRAMMAR
-        if key in self._leader.preparing:
+        if key in self._leader.led.preparing:
             return self._leader.prepared(key, failure)
         return self._follower.prepared(key, failure, self._tick())
 
@@ -170,7 +170,7 @@ class Batcher:
 
     def _lend(self, ask: KvAsk) -> Command:
         cause = self._handled.cause
-        led = self._leader.attempt(ask.sequence)
+        led = self._leader.led.attempt(ask.sequence)
         if led and led.position >= ask.end:
             ask = msgspec.structs.replace(ask, sequence=led.key)
             return lend(ask, led.path, 0, secret_of(led.submit), cause)
@@ -204,7 +204,7 @@ class Batcher:
         """The parts to run in a new sweep, of one model, the oldest first. Empty if nothing can
         run."""
         tick = self._tick()
-        if self._leader.waiting:
+        if self._leader.led.waiting:
             self._leader.admit(tick)
         oldest = sorted(self._runnable(), key=lambda found: found[0])
         parts: list[Part] = []
@@ -270,7 +270,7 @@ class Batcher:
         self._handled.cause = _batch_of(part)
         if taking := self._leader.takings.newest_of(part.model_id):
             return self._leader.take_over(taking)
-        everybody = [s for s in self._leader.running.values() if s.started and s.keeps_kv]
+        everybody = [s for s in self._leader.led.running.values() if s.started and s.keeps_kv]
         led = [s for s in everybody if s.path.model_id == part.model_id]
         followed = self._follower.with_kv(part.model_id)
         others = len(everybody) - len(led) + self._follower.count_with_kv - len(followed)
@@ -299,11 +299,11 @@ class Batcher:
 
     @property
     def running(self) -> int:
-        return len(self._leader.running) + len(self._follower.sequences)
+        return len(self._leader.led.running) + len(self._follower.sequences)
 
     @property
     def waiting(self) -> int:
-        return len(self._leader.preparing) + len(self._leader.waiting)
+        return len(self._leader.led.preparing) + len(self._leader.led.waiting)
 
     @property
     def prompt_tokens(self) -> int:
@@ -328,16 +328,16 @@ class Batcher:
 
     def validate(self) -> None:
         """For tests. AssertionError: what is kept here cannot be."""
-        self._leader.validate()
+        self._leader.led.validate()
         self._follower.validate()
 
     def flights(self, path: Path) -> int:
         """Number of micro-batches of a led path that are out."""
-        lane = self._leader.lanes.get(path)
+        lane = self._leader.led.lanes.get(path)
         return len(lane.flights) if lane else 0
 
     def _claims(self) -> Iterator[Claim]:
-        yield from self._leader.sequences()
+        yield from self._leader.led
         yield from self._follower.sequences.values()
 
     def _tick(self) -> int:
@@ -345,7 +345,7 @@ class Batcher:
         return self._ticks
 
     def _runnable(self) -> Iterable[tuple[int, Lane | Part]]:
-        for lane in self._leader.lanes.values():
+        for lane in self._leader.led.lanes.values():
             if (since := lane.waiting_since) is not None:
                 yield since, lane
         yield from self._follower.queue
@@ -381,7 +381,7 @@ class Batcher:
         return [Send(to, message, hidden, cause=self._handled.cause)]
 
     def _alive(self, part: Part, key: SequenceKey) -> bool:
-        return key in (self._leader.running if part.stage == 0 else self._follower.sequences)
+        return key in (self._leader.led.running if part.stage == 0 else self._follower.sequences)
 
     def _fail(self, part: Part, keys: Iterable[SequenceKey], why: Failure) -> list[Command]:
         self._handled.cause = _batch_of(part)

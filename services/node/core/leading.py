@@ -26,13 +26,13 @@ queue, and their tokens so far are prefilled again. Those on paths go back to th
 other instances may have room.
 """
 
-from collections import deque
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
 from dataclasses import replace
-from itertools import zip_longest
 
+from services.node.core.answers import scores_of, tokens_of, vector_of
 from services.node.core.handover import Takings, Worth, secret_of
 from services.node.core.kv import Kv
+from services.node.core.led import Led
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -44,7 +44,6 @@ from services.node.core.microbatches import (
     Handled,
     KvHere,
     Part,
-    Path,
     Prepare,
     Release,
     Sampled,
@@ -56,20 +55,18 @@ from services.node.core.microbatches import (
 )
 from services.node.core.recent import Recent
 from services.node.core.room import Room
-from services.node.core.rows import SequenceKey, attempt_of
-from services.node.core.sequences import Lane, Sequence, State
-from services.node.core.wellformed import END, wrong_rules, wrong_sampling
-from shared.errors import BadInput, NotFound, StaleEpoch, TransportTimeout
+from services.node.core.rows import SequenceKey
+from services.node.core.sequences import Sequence
+from services.node.core.submits import check_submit
+from shared.errors import NotFound, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
-from shared.messages.serving import AttemptFailed, Logprobs, Scores, Submit, Token
+from shared.messages.serving import AttemptFailed, Submit, Token
 
 WRONG_TOKENS = Failure(
     "protocol",
     "the last stage of the path returned no token where one was due, accepted what was not "
     "proposed, or did not score the prompt or give its vector",
 )
-
-
 ASKING = -1
 """In place of a micro-batch: the other stages are being asked for room."""
 
@@ -90,17 +87,11 @@ class Leader:
         self._speculation = speculation
         self._kv = kv
         self._room = room
-        self.preparing: dict[SequenceKey, Sequence] = {}
-        """Sequences whose grammars are being made, which wait after that, and sequences for which
-        other stages were asked for room, which run once all have it."""
-        self.waiting: deque[Sequence] = deque()
-        """Sequences that this node runs alone, and that it has no KV for yet."""
+        self.led = Led()
         self.takings = Takings(kv, room, handled, worth)
         """What `preparing` sequences take over."""
         self._short = False
         """Whether some waited for KV at the last step."""
-        self.running: dict[SequenceKey, Sequence] = {}
-        self.lanes: dict[Path, Lane] = {}
         self._attempts: Recent[RequestId, int] = Recent()
         """The newest attempt seen of each request. Older attempts come too late."""
         self.prompt_tokens = 0
@@ -130,7 +121,7 @@ class Leader:
                 f"node {self._node} does not hold blocks {missing} of model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
             )
-        older = [s for s in self.sequences() if s.submit.request == submit.request]
+        older = [s for s in self.led if s.submit.request == submit.request]
         newest = self._attempts.get(submit.request)
         for sequence in older:
             known = sequence.submit
@@ -152,18 +143,14 @@ class Leader:
         commands = self.takings.begin(sequence)
         if commands is None:
             return self._prepare(sequence)
-        self._to_prepare(sequence)
+        self.led.prepare(sequence)
         return commands
 
     def cancel(self, request: RequestId, attempt: int) -> list[Command]:
         newest = self._attempts.get(request)
         self._attempts[request] = attempt if newest is None else max(newest, attempt)
         return self.end(
-            [
-                s
-                for s in self.sequences()
-                if (s.submit.request, s.submit.attempt) == (request, attempt)
-            ],
+            [s for s in self.led if (s.submit.request, s.submit.attempt) == (request, attempt)],
             None,
         )
 
@@ -171,16 +158,16 @@ class Leader:
         if sequence.path.followers:
             return self._ask(sequence)
         if context := sequence.grammar:
-            self._to_prepare(sequence)
+            self.led.prepare(sequence)
             return [
                 Prepare(sequence.submit.model_id, sequence.key, context, cause=self._handled.cause)
             ]
-        self._wait(sequence)
+        self.led.wait(sequence)
         return []
 
     def _ask(self, sequence: Sequence) -> list[Command]:
         """Asks the other stages for room."""
-        self._to_prepare(sequence)
+        self.led.prepare(sequence)
         others = list(enumerate(sequence.path.stages))[1:]
         sequence.unanswered = {stage for stage, _ in others}
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
@@ -196,48 +183,36 @@ class Leader:
 
     def admitted(self, message: Admitted, tick: int) -> None:
         """A stage has room. The sequence begins when all have said so."""
-        sequence = self.preparing.get(message.sequence)
+        sequence = self.led.preparing.get(message.sequence)
         if sequence is None or message.stage not in sequence.unanswered:
             return
         sequence.unanswered.remove(message.stage)
         if not sequence.unanswered:
-            del self.preparing[sequence.key]
+            del self.led.preparing[sequence.key]
             self._begin(sequence, tick)
 
     def prepared(self, key: SequenceKey, failure: Failure | None) -> list[Command]:
         """The grammar of a preparing sequence is made, or cannot be made."""
         if failure:
-            return self.end([self.preparing[key]], failure)
-        self._wait(self.preparing.pop(key))
+            return self.end([self.led.preparing[key]], failure)
+        self.led.wait(self.led.preparing.pop(key))
         return []
-
-    def _to_prepare(self, sequence: Sequence) -> None:
-        if sequence.state is not State.PREPARING:  # its KV may have come before
-            sequence.to(State.PREPARING)
-        self.preparing[sequence.key] = sequence
-
-    def _wait(self, sequence: Sequence) -> None:
-        sequence.to(State.WAITING)
-        if sequence.preempted:
-            self.waiting.appendleft(sequence)
-        else:
-            self.waiting.append(sequence)
 
     def admit(self, tick: int) -> None:
         """Starts waiting sequences, those of each model in order, as KV allows. The beginning of
         each may be cached."""
         short: dict[ModelId, int] = {}
-        for sequence in tuple(self.waiting):
+        for sequence in tuple(self.led.waiting):
             model_id = sequence.submit.model_id
             if sequence.received:
-                self.waiting.remove(sequence)
+                self.led.waiting.remove(sequence)
                 sequence.position, sequence.received = sequence.received, 0
                 self._begin(sequence, tick)
                 continue
             if model_id in short or sequence.kv_soon > self._room.free_kv(model_id):
                 short[model_id] = short.get(model_id, 0) + sequence.kv_soon
                 continue
-            self.waiting.remove(sequence)
+            self.led.waiting.remove(sequence)
             sequence.position = self._kv.adopt(
                 model_id, sequence.key, sequence.reusable, sequence.limit
             )
@@ -251,14 +226,11 @@ class Leader:
         would need the pages, and paths are short-lived."""
         sequence.admitted = sequence.admitted or tick
         sequence.ready = tick
-        sequence.to(State.RUNNING)
         if not sequence.preempted:
             self.prompt_tokens += len(sequence.tokens)
             sequence.cached = sequence.position
             self.cached_tokens += sequence.cached
-        self.running[sequence.key] = sequence
-        lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
-        lane.sequences[sequence.key] = sequence
+        self.led.run(sequence)
 
     # --- KV that comes from other nodes, and goes there: see `handover` ------
 
@@ -279,7 +251,7 @@ class Leader:
         received, cause = self.takings.end(key), self._handled.cause
         if received is None:
             return []
-        sequence = self.preparing.pop(key)
+        sequence = self.led.preparing.pop(key)
         sequence.received = received
         self.received_tokens += received
         commands: list[Command] = []
@@ -293,13 +265,9 @@ class Leader:
             commands.append(Emit(submit.gateway, known, cause=cause))
         return [*commands, *self._prepare(sequence), Settled(key, cause=cause)]
 
-    def attempt(self, key: SequenceKey) -> Sequence | None:
-        """The running sequence that had this key first."""
-        return next((s for s in self.running.values() if attempt_of(s.key) == key), None)
-
     def yield_up(self, message: Yield) -> list[Command]:
         """Another node has the sequence's KV: it ends here, with the step that it is in."""
-        sequence = self.attempt(message.sequence)
+        sequence = self.led.attempt(message.sequence)
         known = sequence is not None and message.secret == secret_of(sequence.submit)
         if sequence is None or not known or sequence.yields_to:
             return [Send(message.to, Yielded(message.taker, ()), cause=self._handled.cause)]
@@ -311,7 +279,7 @@ class Leader:
         evenly among the sequences that have proposals."""
         rows = []
         for left, row in zip(range(len(part.rows), 0, -1), part.rows, strict=True):
-            row = self.running[row.sequence].propose(-(-spare // left))
+            row = self.led.running[row.sequence].propose(-(-spare // left))
             spare -= row.proposed
             rows.append(row)
         return replace(part, rows=tuple(rows))
@@ -331,7 +299,7 @@ class Leader:
         over: list[Sequence] = []
         cut: list[Sequence] = []
         for key, drawn in message.tokens:
-            sequence = self.running.get(key)
+            sequence = self.led.running.get(key)
             if sequence is None or sequence.row is None or sequence.flight != message.batch:
                 continue
             row, draw, score = sequence.row, sequence.row.draw, sequence.row.score
@@ -339,7 +307,7 @@ class Leader:
             sequence.land(drawn, tick)
             if row.gives_vector:
                 if vector := message.vectors.get(key):
-                    commands.append(_vector(sequence, vector, self._handled.cause))
+                    commands.append(vector_of(sequence, vector, self._handled.cause))
                     over.append(sequence)
                 else:
                     cut.append(sequence)
@@ -349,7 +317,7 @@ class Leader:
                 if len(logprobs) < count:
                     cut.append(sequence)
                     continue
-                commands.append(_scores(sequence, logprobs[:count], self._handled.cause))
+                commands.append(scores_of(sequence, logprobs[:count], self._handled.cause))
                 logprobs = logprobs[count:]
             if draw is None:
                 if sequence.yields_to:
@@ -360,28 +328,28 @@ class Leader:
                 continue
             self.proposed += len(draw.proposed)
             self.accepted += len(drawn) - 1
-            said, finish = _taken(sequence, drawn, logprobs, self._handled.cause)
+            said, finish = tokens_of(sequence, drawn, logprobs, self._handled.cause)
             commands += said
             if finish is not Finish.NOT_YET or sequence.yields_to:
                 over.append(sequence)
         return commands + self.end(over, None) + self.end(cut, WRONG_TOKENS)
 
     def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
-        found = (self.running.get(key) or self.preparing.get(key) for key in keys)
+        found = (self.led.running.get(key) or self.led.preparing.get(key) for key in keys)
         return self.end([sequence for sequence in found if sequence], failure)
 
     def give_up(self, keys: Collection[SequenceKey], failure: Failure) -> list[Command]:
-        return self.end([s for s in self.sequences() if s.key in keys], failure)
+        return self.end([s for s in self.led if s.key in keys], failure)
 
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
-        ended = self.end([s for s in self.sequences() if s.path.goes_through(address)], failure)
+        ended = self.end([s for s in self.led if s.path.goes_through(address)], failure)
         return ended + [c for key in self.takings.through(address) for c in self.take_over(key)]
 
     def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
-        return self.end([s for s in self.sequences() if s.submit.model_id == model_id], failure)
+        return self.end([s for s in self.led if s.submit.model_id == model_id], failure)
 
     def close(self, failure: Failure) -> list[Command]:
-        return self.end(list(self.sequences()), failure)
+        return self.end(list(self.led), failure)
 
     def end(self, sequences: Iterable[Sequence], failure: Failure | None) -> list[Command]:
         """Forgets sequences, and frees what stages keep of them. Lost peers are told too, since
@@ -391,8 +359,7 @@ class Leader:
         elsewhere: list[tuple[str, SequenceKey]] = []
         told: list[Command] = []
         for sequence in sequences:
-            sequence.to(State.OVER)
-            self._remove(sequence)
+            self.led.end(sequence)
             takes = self.takings.end(sequence.key) is not None
             if sequence.started or sequence.grammar or sequence.received or takes:
                 released.append(sequence.key)
@@ -411,96 +378,6 @@ class Leader:
         local: list[Command] = [Release(tuple(released), cause=cause)] if released else []
         return local + frees(elsewhere, cause) + told
 
-    def validate(self) -> None:
-        """For tests. AssertionError: what is kept here cannot be."""
-        keys = [sequence.key for sequence in self.sequences()]
-        assert len(set(keys)) == len(keys), "a sequence is in two places"
-        attempts: dict[RequestId, list[Submit]] = {}
-        for sequence in self.sequences():
-            attempts.setdefault(sequence.submit.request, []).append(sequence.submit)
-        for found in attempts.values():
-            *others, last = sorted(found, key=lambda submit: submit.attempt)
-            assert [s.attempt for s in others] in ([], [last.takes_over]), "attempts left behind"
-        for key, sequence in (*self.preparing.items(), *self.running.items()):
-            assert key == sequence.key
-        for sequence in (*self.preparing.values(), *self.waiting):
-            assert not sequence.started, "a sequence that waits has KV"
-        assert all(s.state is State.PREPARING for s in self.preparing.values())
-        assert all(s.state is State.WAITING for s in self.waiting)
-        for sequence in self.waiting:
-            assert not sequence.path.followers, "a sequence on a path waits for KV"
-        laned = {key: path for path, lane in self.lanes.items() for key in lane.sequences}
-        assert laned == {s.key: s.path for s in self.running.values()}, "running is being in a lane"
-        assert sum(len(lane.sequences) for lane in self.lanes.values()) == len(laned)
-        for sequence in self.running.values():
-            _validate_running(sequence)
-
-    def _remove(self, sequence: Sequence) -> None:
-        if self.preparing.pop(sequence.key, None) is not None:
-            return
-        if self.running.pop(sequence.key, None) is None:
-            self.waiting.remove(sequence)
-            return
-        lane = self.lanes[sequence.path]
-        del lane.sequences[sequence.key]
-        if not lane.sequences:
-            del self.lanes[sequence.path]
-
-    def sequences(self) -> Iterator[Sequence]:
-        yield from self.running.values()
-        yield from self.preparing.values()
-        yield from self.waiting
-
-
-def _validate_running(sequence: Sequence) -> None:
-    assert sequence.admitted > 0
-    assert sequence.state is State.RUNNING
-    assert not sequence.unanswered, "a sequence runs on a path that may lack room"
-    assert (sequence.flight is None) == (sequence.row is None)
-    assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
-    assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
-    if row := sequence.row:
-        assert row.position == sequence.position
-        assert row.position + row.count - row.proposed <= len(sequence.tokens)
-        assert row.position + row.count <= sequence.limit
-
-
-def _scores(sequence: Sequence, logprobs: tuple[Logprobs, ...], cause: str) -> Command:
-    """The scores of the prompt's next tokens."""
-    submit = sequence.submit
-    index = sequence.scored - submit.prompt_tokens
-    sequence.scored += len(logprobs)
-    return Emit(
-        submit.gateway, Scores(submit.request, submit.attempt, index, logprobs), cause=cause
-    )
-
-
-def _vector(sequence: Sequence, vector: bytes, cause: str) -> Command:
-    """The vector of the prompt, with which the request ends."""
-    submit, finish = sequence.submit, Finish.LENGTH.value
-    token = Token(
-        submit.request, submit.attempt, 0, 0, finish, cached=sequence.cached, vector=vector
-    )
-    return Emit(submit.gateway, token, cause=cause)
-
-
-def _taken(
-    sequence: Sequence, drawn: tuple[int, ...], logprobs: tuple[Logprobs, ...], cause: str
-) -> tuple[list[Command], Finish]:
-    """The commands for the drawn tokens. Nothing goes out after a token that ends the request."""
-    submit = sequence.submit
-    commands: list[Command] = []
-    finish = Finish.NOT_YET
-    for token, its in zip_longest(drawn, logprobs[: len(drawn)]):
-        first = not sequence.preempted and len(sequence.tokens) == sequence.prompt
-        cached = sequence.cached if first else 0
-        index, finish = sequence.append(token)
-        out = Token(submit.request, submit.attempt, index, token, finish.value, its, cached)
-        commands.append(Emit(submit.gateway, out, cause=cause))
-        if finish is not Finish.NOT_YET:
-            break
-    return commands, finish
-
 
 def _check_goes_on(sequence: Sequence) -> None:
     """TransportTimeout if other nodes have the same micro-batch, or the same question, as when this
@@ -512,35 +389,3 @@ def _check_goes_on(sequence: Sequence) -> None:
         nodes = ", ".join(stage.node for stage in sequence.path.stages)
         request = sequence.submit.request
         raise TransportTimeout(f"request {request} is stuck on its path over {nodes}")
-
-
-def check_submit(submit: Submit, node: NodeId, n_blocks: int) -> None:
-    """BadInput unless the attempt makes sense and this node leads its path."""
-    stages = submit.stages
-    ends = [stage.stop for stage in stages]
-    if not stages or stages[0].node != node:
-        raise BadInput(f"node {node} does not lead the path of request {submit.request}")
-    if [stage.start for stage in stages] != [0, *ends[:-1]] or ends[-1] != n_blocks:
-        raise BadInput(f"the path of request {submit.request} does not cover {n_blocks} blocks")
-    if any(stage.start >= stage.stop for stage in stages):
-        raise BadInput(f"the path of request {submit.request} has a stage without blocks")
-    if len({stage.address for stage in stages}) < len(stages):
-        raise BadInput(f"the path of request {submit.request} comes to a node twice")
-    if not 0 < submit.prompt_tokens <= len(submit.tokens) or min(submit.tokens) < 0:
-        raise BadInput(f"request {submit.request} has no prompt, or token ids below 0")
-    wrong = wrong_sampling(submit.sampling) or (submit.rules and wrong_rules(submit.rules))
-    if wrong:
-        raise BadInput(f"request {submit.request} asks for {wrong}")
-    if min(submit.stop_ids, default=0) < 0 or max(submit.stop_ids, default=0) >= END:
-        raise BadInput(f"request {submit.request} has stop ids that are no token ids")
-    scores = submit.score_from > 0
-    if scores and (submit.image or submit.sampling.logprobs is None):
-        raise BadInput(f"request {submit.request} has no log probabilities for its prompt to have")
-    if not 0 <= submit.score_from <= submit.prompt_tokens:
-        raise BadInput(f"request {submit.request} has no token {submit.score_from} in its prompt")
-    if submit.pooling and (
-        submit.image or submit.rules or scores or submit.max_tokens != 1 or submit.stop_ids
-    ):
-        raise BadInput(f"request {submit.request} is for a vector, which has no settings of tokens")
-    if len(submit.tokens) - submit.prompt_tokens >= submit.max_tokens:
-        raise BadInput(f"request {submit.request} has all its {submit.max_tokens} tokens already")

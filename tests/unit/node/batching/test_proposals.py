@@ -102,7 +102,7 @@ def test_nothing_is_proposed_from_a_token_on_that_ends_the_request() -> None:
 def test_a_token_that_ends_the_request_is_its_last_in_an_accepted_run_too() -> None:
     core = looping("r", max_tokens=5)
     (part,) = take(core)
-    core._leader.running["r#1"].submit = submit("r", WHOLE, prompt=LOOP, stop_ids=(2,))
+    core._leader.led.running["r#1"].submit = submit("r", WHOLE, prompt=LOOP, stop_ids=(2,))
     said = land(core, part, (1, 2, 3, 1))
     assert [(token.token, token.finish) for token in said] == [(1, ""), (2, "stop")]
     assert core.running == 0

@@ -1,0 +1,97 @@
+"""The sequences that a node leads, by state (`services.node.core.leading` has the table)."""
+
+from collections import deque
+from collections.abc import Iterator
+
+from services.node.core.microbatches import Path
+from services.node.core.rows import SequenceKey, attempt_of
+from services.node.core.sequences import Lane, Sequence, State
+from shared.ids import RequestId
+from shared.messages.serving import Submit
+
+
+class Led:
+    def __init__(self) -> None:
+        self.preparing: dict[SequenceKey, Sequence] = {}
+        """Sequences whose grammars are being made, which wait after that, and sequences for which
+        other stages were asked for room, which run once all have it."""
+        self.waiting: deque[Sequence] = deque()
+        """Sequences that this node runs alone, and that it has no KV for yet."""
+        self.running: dict[SequenceKey, Sequence] = {}
+        self.lanes: dict[Path, Lane] = {}
+
+    def __iter__(self) -> Iterator[Sequence]:
+        yield from self.running.values()
+        yield from self.preparing.values()
+        yield from self.waiting
+
+    def attempt(self, key: SequenceKey) -> Sequence | None:
+        """The running sequence that had this key first."""
+        return next((s for s in self.running.values() if attempt_of(s.key) == key), None)
+
+    def prepare(self, sequence: Sequence) -> None:
+        if sequence.state is not State.PREPARING:  # its KV may have come before
+            sequence.to(State.PREPARING)
+        self.preparing[sequence.key] = sequence
+
+    def wait(self, sequence: Sequence) -> None:
+        sequence.to(State.WAITING)
+        if sequence.preempted:
+            self.waiting.appendleft(sequence)
+        else:
+            self.waiting.append(sequence)
+
+    def run(self, sequence: Sequence) -> None:
+        sequence.to(State.RUNNING)
+        self.running[sequence.key] = sequence
+        lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
+        lane.sequences[sequence.key] = sequence
+
+    def end(self, sequence: Sequence) -> None:
+        sequence.to(State.OVER)
+        if self.preparing.pop(sequence.key, None) is not None:
+            return
+        if self.running.pop(sequence.key, None) is None:
+            self.waiting.remove(sequence)
+            return
+        lane = self.lanes[sequence.path]
+        del lane.sequences[sequence.key]
+        if not lane.sequences:
+            del self.lanes[sequence.path]
+
+    def validate(self) -> None:
+        """For tests. AssertionError: what is kept here cannot be."""
+        keys = [sequence.key for sequence in self]
+        assert len(set(keys)) == len(keys), "a sequence is in two places"
+        attempts: dict[RequestId, list[Submit]] = {}
+        for sequence in self:
+            attempts.setdefault(sequence.submit.request, []).append(sequence.submit)
+        for found in attempts.values():
+            *others, last = sorted(found, key=lambda submit: submit.attempt)
+            assert [s.attempt for s in others] in ([], [last.takes_over]), "attempts left behind"
+        for key, sequence in (*self.preparing.items(), *self.running.items()):
+            assert key == sequence.key
+        for sequence in (*self.preparing.values(), *self.waiting):
+            assert not sequence.started, "a sequence that waits has KV"
+        assert all(s.state is State.PREPARING for s in self.preparing.values())
+        assert all(s.state is State.WAITING for s in self.waiting)
+        for sequence in self.waiting:
+            assert not sequence.path.followers, "a sequence on a path waits for KV"
+        laned = {key: path for path, lane in self.lanes.items() for key in lane.sequences}
+        assert laned == {s.key: s.path for s in self.running.values()}, "running is being in a lane"
+        assert sum(len(lane.sequences) for lane in self.lanes.values()) == len(laned)
+        for sequence in self.running.values():
+            _validate_running(sequence)
+
+
+def _validate_running(sequence: Sequence) -> None:
+    assert sequence.admitted > 0
+    assert sequence.state is State.RUNNING
+    assert not sequence.unanswered, "a sequence runs on a path that may lack room"
+    assert (sequence.flight is None) == (sequence.row is None)
+    assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
+    assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
+    if row := sequence.row:
+        assert row.position == sequence.position
+        assert row.position + row.count - row.proposed <= len(sequence.tokens)
+        assert row.position + row.count <= sequence.limit
