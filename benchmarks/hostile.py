@@ -57,6 +57,7 @@ def attacks() -> Sequence[Attack]:
         one("a long prompt", COMPLETIONS, prompt="hello world " * 86_000),
         one("eight long prompts at once", COMPLETIONS, 8, prompt="hello world " * 86_000),
         one("260,000 prompts", COMPLETIONS, prompt=["a"] * 260_000),
+        one("260,000 empty lists", COMPLETIONS, prompt="a", guided_json={"a": [[]] * 260_000}),
         one("500,000 token ids", COMPLETIONS, prompt=[1] * 500_000),
         one("30,000 messages", CHATS, messages=said * 30_000),
         one("4,096 messages", CHATS, messages=said * 4096),

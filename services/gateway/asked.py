@@ -11,6 +11,7 @@ import msgspec
 
 from services.gateway.api_error import ApiError, invalid
 from services.gateway.bodies import ChatBody, Common, CompletionBody, decoded
+from services.gateway.core.admission import MAX_CHOICES
 from services.gateway.history import Dialogue, dialogue_of
 from services.gateway.replies.tools import tool_use
 from services.gateway.structure import check_ends, grammar_field, grammar_of
@@ -120,7 +121,7 @@ def completion(raw: bytes) -> Asked:
         invalid("truncate_prompt_tokens", "can't be used with echo")
     return _asked(
         body,
-        prompts=prompts_of(body.prompt, "prompt"),
+        prompts=prompts_of(body.prompt, "prompt", MAX_CHOICES),
         logprobs=body.logprobs,
         chat=False,
         max_tokens=body.max_tokens,
@@ -200,12 +201,16 @@ def _asked(
     )
 
 
-def prompts_of(given: str | list[str | int | list[int]], field: str) -> tuple[Prompt, ...]:
-    """Each prompt is a text or a list of token ids. `field`: for errors."""
+def prompts_of(
+    given: str | list[str | int | list[int]], field: str, most: int
+) -> tuple[Prompt, ...]:
+    """At most `most` prompts, each a text or a list of token ids. `field`: for errors."""
     if isinstance(given, str):
         return (given,)
     if not given:
         invalid(field, "must not be empty")
+    if not isinstance(given[0], int) and len(given) > most:
+        invalid(field, f"at most {most} in a request, not {len(given)}")
     if len(set(map(type, given))) > 1:
         invalid(field, "use one kind: texts, token ids, or lists of token ids")
     if isinstance(given[0], int):

@@ -230,8 +230,21 @@ _UNKNOWN = re.compile(
 _PATH = re.compile(r"^(?P<what>.*) - at `\$\.?(?P<path>[^`]*)`$")
 
 
+MAX_STRINGS = 1 << 17
+"""In a body, names of fields included. More small values than any use needs would hold up
+everybody's streams while they are decoded."""
+MAX_NESTED = 1 << 16
+"""Arrays and objects in a body."""
+_STRING = re.compile(rb'"[^"]*"')
+
+
 def decoded(raw: bytes, kind: type[Json]) -> Json:
-    """A JSON body. ApiError 400 names the field that does not fit."""
+    """A JSON body. ApiError 400 names the field that does not fit; 413: it has too many values."""
+    if _count_quotes(raw) > 2 * MAX_STRINGS:
+        raise ApiError(413, f"the body has more than {MAX_STRINGS} strings; send fewer at a time")
+    if _count_nested(raw) > MAX_NESTED:
+        message = f"the body has more than {MAX_NESTED} arrays and objects; send fewer at a time"
+        raise ApiError(413, message)
     try:
         return msgspec.json.decode(raw, type=kind)
     except msgspec.ValidationError as error:
@@ -246,6 +259,20 @@ def decoded(raw: bytes, kind: type[Json]) -> Json:
         raise ApiError(400, message, param=match["path"] or None) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ApiError(400, f"the body is not valid JSON: {error}") from error
+
+
+def _count_quotes(raw: bytes) -> int:
+    """Those that no backslash precedes: one or two for every string in JSON."""
+    return raw.count(b'"') - raw.count(b'\\"')
+
+
+def _count_nested(raw: bytes) -> int:
+    """Of the arrays and objects in JSON: their number, if it is large; else no fewer."""
+    if (count := raw.count(b"[") + raw.count(b"{")) <= MAX_NESTED:
+        return count
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")
+    bare = _STRING.sub(b"", plain)
+    return bare.count(b"[") + bare.count(b"{")
 
 
 def _missing(message: str) -> str | None:

@@ -63,9 +63,7 @@ class Wanted(msgspec.Struct, frozen=True, kw_only=True):
 def wanted(raw: bytes) -> Wanted:
     """ApiError 400 names the field that does not fit."""
     body = decoded(raw, EmbeddingBody)
-    inputs = prompts_of(body.input, "input")
-    if len(inputs) > MAX_INPUTS:
-        invalid("input", f"at most {MAX_INPUTS} inputs in a request, not {len(inputs)}")
+    inputs = prompts_of(body.input, "input", MAX_INPUTS)
     for field in ("dimensions", "truncate_prompt_tokens"):
         value = getattr(body, field)
         if value is not None and value < 1:

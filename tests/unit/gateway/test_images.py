@@ -163,5 +163,7 @@ async def test_images_that_are_decoded_at_a_time_share_a_budget(
         assert decoder._free == 0
         slow.end.set()
         assert await asyncio.gather(*decoding[1:]) == [file] * 3
+        decoder._threads.shutdown()  # the thread of the first may be the last to end
+        await asyncio.sleep(0.01)  # the loop hears of it
     assert decoder._free == images.MAX_PIXELS
     decoder.close()

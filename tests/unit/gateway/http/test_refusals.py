@@ -35,7 +35,7 @@ NO_SCHEMA = {"schema": {"type": "objec"}}
         ({"stop_token_ids": [1 << 70]}, 400, "stop_token_ids"),
         ({"n": 0}, 400, "n"),
         ({"n": 1000}, 400, "n"),
-        ({"prompt": ["a"] * 1000}, 400, "n"),
+        ({"prompt": ["a"] * 1000}, 400, "prompt"),
         ({"prompt": "a" * 40_000}, 400, "prompt"),
         ({"prompt": [1] * 1000}, 400, "prompt"),
         ({"stop": ["x" * 1000] * 9}, 400, "stop"),
@@ -126,7 +126,7 @@ async def test_unknown_fields_are_refused_by_name(
     assert "no such field" in answer["error"]["message"]
 
 
-@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 100_000])
+@pytest.mark.parametrize("raw", [b"", b"{", b"[]", b'{"model": "\xff"}', b"[" * 60_000])
 async def test_bodies_that_are_no_requests(http: aiohttp.ClientSession, raw: bytes) -> None:
     async with http.post("/v1/completions", data=raw) as response:
         assert response.status == 400
