@@ -52,7 +52,11 @@ class TextCodec:
         self._added = frozenset(added)
         self._special = {token: found.content for token, found in added.items() if found.special}
         self.specials = Specials(self._special, self._spelled())
-        self._byte_level = "ByteLevel" in repr(self._tokenizer.decoder)
+        decoder = repr(self._tokenizer.decoder)
+        self._byte_level = "ByteLevel" in decoder
+        self._joins = decoder.startswith("ByteLevel(")
+        """Whether the bytes of a text are those of its tokens, one behind the other."""
+        self._alone: dict[int, str | None] = {}
         self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         """The most characters that a token stands for."""
         if self._tokenizer.normalizer is not None:
@@ -120,6 +124,21 @@ class TextCodec:
             return bytes.fromhex(byte[1])
         return piece.replace(_WORD_SPACE, " ").encode()
 
+    def alone(self, token: int) -> str | None:
+        """The text of a token, where it is the same whatever whole characters are before it. None:
+        it may depend on them, is a part of a character, or is a special token."""
+        if token not in self._alone:
+            self._alone[token] = self._text_alone(token)
+        return self._alone[token]
+
+    def _text_alone(self, token: int) -> str | None:
+        if not self._joins or token in self._added:
+            return None
+        try:
+            return self.token_bytes(token).decode() or None
+        except UnicodeDecodeError:
+            return None
+
     def token_text(self, token: int) -> str:
         """How the tokenizer itself writes a token. Empty for unknown ids."""
         return self._tokenizer.id_to_token(token) or ""
@@ -184,6 +203,8 @@ class DecodeStream:
         """How many characters of the window's text are out."""
 
     def step(self, token: int) -> str:
+        if self._clean == len(self._window) and (alone := self._codec.alone(token)) is not None:
+            return alone
         self._window.append(token)
         text = self._decoded()
         end = len(text)

@@ -125,17 +125,21 @@ class _Signs:
         self._generation = generation
         self._encoder = encoder
         self._progress = ""
-        self._spoken_at = now()
+        self._spoke = False
+        """Since `next` looked."""
+        self._quiet_since = now()
 
     def spoken(self) -> None:
-        self._spoken_at = now()
+        self._spoke = True  # for every token, so nobody looks at the clock
 
     def next(self) -> bytes:
+        if self._spoke:
+            self._spoke, self._quiet_since = False, now()
         progress = self._generation.progress
         if progress and progress != self._progress:
             self._progress = progress
             return f": {progress}\n\n".encode()
         # Each part of a prompt that was scored is a sign of life.
-        if self._generation.scored or now() - self._spoken_at >= KEEPALIVE_S:
+        if self._generation.scored or now() - self._quiet_since >= KEEPALIVE_S:
             return self._encoder.waiting()
         return b""
