@@ -35,7 +35,10 @@ CHECK_S = 0.5
 """Seconds of processor time for one grammar. A node takes about as long to make it, while others
 wait."""
 TEMPLATE_S = 0.25
-"""Seconds of processor time to read a template, or for one prompt."""
+"""Seconds of processor time for one prompt."""
+COMPILE_S = 5.0
+"""Seconds of processor time to read a template when its model is imported. Only the importer waits,
+whose model must not be refused because a processor is slow."""
 GRAMMAR_BYTES = 2 << 30
 """How much more memory than before a grammar may take."""
 TEMPLATE_BYTES = 256 << 20
@@ -58,14 +61,25 @@ def _serve() -> None:
     templates: OrderedDict[tuple[str, str], ChatTemplate] = OrderedDict()
     while head := sys.stdin.buffer.read(jobs.HEAD_BYTES):
         job = jobs.decode_job(sys.stdin.buffer.read(jobs.body_bytes(head)))
-        checks = isinstance(job, Check)
-        _limit_memory(GRAMMAR_BYTES if checks else TEMPLATE_BYTES)
-        signal.setitimer(signal.ITIMER_PROF, CHECK_S if checks else TEMPLATE_S)  # SIGPROF ends us
+        nbytes, seconds = _limits(job)
+        _limit_memory(nbytes)
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # SIGPROF ends us
         outcome = _outcome(job, templates)
         signal.setitimer(signal.ITIMER_PROF, 0)
         resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         sys.stdout.buffer.write(jobs.encode(outcome))
         sys.stdout.buffer.flush()
+
+
+def _limits(job: Job) -> tuple[int, float]:
+    """Bytes and seconds."""
+    match job:
+        case Check():
+            return GRAMMAR_BYTES, CHECK_S
+        case Compile():
+            return TEMPLATE_BYTES, COMPILE_S
+        case _:
+            return TEMPLATE_BYTES, TEMPLATE_S
 
 
 def _limit_memory(more: int) -> None:

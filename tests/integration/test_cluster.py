@@ -1,6 +1,7 @@
 """The main job with real processes: every token equals the oracle's, whatever happens meanwhile."""
 
 import asyncio
+import itertools
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,14 +14,16 @@ from shared.ids import GatewayId
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
 from shared.messages.story import StoryQuery, Told
-from tests.support.cluster import LIMIT_S, MODEL, Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, MODEL, Answer, Oracle, Running, prompts, running
 from tests.support.commands import run
 from tests.support.models import TINY
 from tests.support.modes import a_request_in_every_mode
 
 TOKENS = 24
 LONG = 100
-"""Tokens: the last of 40 requests still run when the copies of SLOW_LINKS are complete."""
+"""Tokens: 5 s with the steps of SLOW_LINKS."""
+LASTING = 8
+"""Requests that run until the copies are complete. More would fill SLOW_LINKS with activations."""
 SLOW_LINKS = {
     "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.6 MB takes 3 s
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
@@ -70,11 +73,13 @@ async def test_scale_out_under_load_and_back(
     settings = {**SLOW_LINKS, "LAMBDASCALE_NODE_SPECULATION": "0"}
     async with running(tmp_path, checkpoint, nodes=5, settings=settings) as up:
         asked = prompts(40, TINY.vocab_size)
-        answers = await up.ask_all(asked, LONG)
-        assert {answer.error for answer in answers} == {""}
+        lasting = (until_the_end(up, prompt) for prompt in asked[:LASTING])
+        answers, rounds = await asyncio.gather(up.ask_all(asked, LONG), asyncio.gather(*lasting))
+        assert {answer.error for answer in (*answers, *itertools.chain(*rounds))} == {""}
         check(oracle, asked, [answer.tokens for answer in answers], LONG)
+        for first, again in zip(answers, rounds, strict=False):
+            assert all(answer.tokens == first.tokens for answer in again)
 
-        await up.until(lambda: ended(up), "the event's end")
         event = up.watch.scale_out()
         assert event is not None
         assert event.state is EventState.COMPLETE
@@ -84,6 +89,15 @@ async def test_scale_out_under_load_and_back(
         assert up.watch.switched
         await up.replicas(1)
         await nodes_that_leave_hand_over(up, oracle)
+
+
+async def until_the_end(up: Running, prompt: Sequence[int]) -> list[Answer]:
+    """Asks again and again until the event has ended: requests run at every moment of it, however
+    long the copies take beside other tests."""
+    answers: list[Answer] = []
+    while not ended(up):
+        answers.append(await up.ask(prompt, LONG))
+    return answers
 
 
 async def nodes_that_leave_hand_over(up: Running, oracle: Oracle) -> None:

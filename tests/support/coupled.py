@@ -277,8 +277,7 @@ class Pool:
 
     def led(self, name: NodeId) -> list[Sequence]:
         """The sequences that a node leads."""
-        leader = self.nodes[name]._leader
-        return [*leader.led.running.values(), *leader.led.preparing.values(), *leader.led.waiting]
+        return list(self.nodes[name]._leader.led)
 
     def _do(self, name: NodeId, commands: Iterable[microbatches.Command]) -> None:
         """Delivers what is meant for other stages, and sends off what is meant for gateways."""

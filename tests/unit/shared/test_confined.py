@@ -12,6 +12,7 @@ from shared.confined.pool import ConfinedPool, run_once
 from shared.errors import CapacityExceeded, LambdaScaleError
 
 MOST = 100
+LONG = 5000
 ENDLESS = "{% for a in range(9999) %}{% for b in range(9999) %}{% endfor %}{% endfor %}"
 GROWS = "{{ messages[0].content * 1000000000000 }}"
 """At once: to fill memory takes time, too, and more of it on a busy machine than a job may take."""
@@ -68,6 +69,11 @@ def test_a_template_is_compiled_once_at_import_too() -> None:
     assert run_once(Compile(Template("fine", {}))) == Done("")
     outcome = run_once(Compile(Template("{% for %}", {})))
     assert isinstance(outcome, Refused)
+
+
+def test_a_template_that_takes_long_to_read_can_be_imported() -> None:
+    """Longer than a prompt may take, as any template does on a slow processor."""
+    assert run_once(Compile(Template("{% if a %}{{ b }}{% endif %}" * LONG, {}))) == Done("")
 
 
 async def test_who_takes_too_much_does_not_hold_others_up(pool: ConfinedPool) -> None:
