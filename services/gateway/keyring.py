@@ -64,7 +64,7 @@ class Keyring:
         scheme, _, given = authorization.partition(" ")
         key = given.strip() if scheme.lower() == "bearer" else ""
         if key and self._is_static(key):
-            return caller_of(self._default, KeyId(""), (), Limits(), free=True)
+            return caller_of(self._default, KeyId(""), (), Limits(), free=True, admin=True)
         if not self.known:
             message = "the gateway is starting: the registry has not said yet which keys there are"
             raise ApiError(503, message, retry_after=1)
@@ -93,7 +93,7 @@ class Keyring:
 
     def _made(self, key: KeyId) -> Caller | None:
         if not key:
-            return caller_of(self._default, key, (), Limits())
+            return caller_of(self._default, key, (), Limits(), admin=True)  # no key is asked for
         record = self._keys[key]
         if record.tenant == DEFAULT_TENANT:
             tenant: TenantRecord | None = self._default
@@ -101,8 +101,8 @@ class Keyring:
             tenant = self._tenants.get(record.tenant)
         if tenant is None or tenant.removed:
             return None
-        free = record.role is KeyRole.ADMIN
-        return caller_of(tenant, key, record.models, record.limits, free=free)
+        admin = record.role is KeyRole.ADMIN
+        return caller_of(tenant, key, record.models, record.limits, free=admin, admin=admin)
 
     @property
     def _default(self) -> TenantRecord:

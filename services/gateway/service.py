@@ -26,6 +26,7 @@ from services.gateway.http.server_log import SERVER_LOG
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
 from services.gateway.lease import GatewayLease
+from services.gateway.lookout import Lookout
 from services.gateway.metrics import Metrics
 from services.gateway.planner_link import PlannerLink
 from services.gateway.prompts import PromptReader
@@ -128,6 +129,7 @@ class GatewayService(Service):
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
         """When the bus was last seen connected."""
+        self._lookout = Lookout(bus, self._dispatch, lambda: self.id)
         self._planner = PlannerLink(bus, self._dispatch, self.frontend, self.log)
         self._registry_at = -math.inf
         """When the registry was last heard."""
@@ -201,6 +203,8 @@ class GatewayService(Service):
             refused=self._metrics.refused_connections.inc,
         )
         self._metrics.connections.set_function(connections.__len__)
+        self._go_on("past", self._lookout.ask_planner)
+        self._go_on("pool", self._lookout.ask_registry)
         self._api = api = Api(
             config,
             connections,
@@ -212,6 +216,7 @@ class GatewayService(Service):
             self.frontend,
             self._metrics,
             self._keyed,
+            self._lookout,
             self.log,
             connected=self._connected,
             health=self._health,

@@ -21,6 +21,7 @@ from shared.config import PlannerConfig
 from shared.errors import ConfigError
 from shared.ids import new_id
 from shared.messages import Message
+from shared.messages.chronicle import ChronicleQuery, EventQuery
 from shared.messages.decisions import Decisions, DecisionsQuery
 from shared.messages.instances import InstanceSets, InstancesQuery
 from shared.messages.load import GatewayLoad
@@ -83,6 +84,8 @@ class PlannerService(Service):
         self.own(await bus.serve(subjects.PLANNER_INSTANCES, InstancesQuery, self._instances))
         self.own(await bus.serve(subjects.PLANNER_SCALE, SetInstances, self._shell.ask))
         self.own(await bus.serve(subjects.PLANNER_DECISIONS, DecisionsQuery, self._decisions))
+        self.own(await bus.serve(subjects.PLANNER_CHRONICLE, ChronicleQuery, self._chronicle))
+        self.own(await bus.serve(subjects.PLANNER_EVENT, EventQuery, self._event))
         self.own(await bus.serve(subjects.PLANNER_STORY, StoryQuery, self._story))
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> Any:
@@ -102,6 +105,12 @@ class PlannerService(Service):
 
     async def _decisions(self, message: DecisionsQuery) -> Message:
         return Decisions(decisions=self.core.decisions(message.name, message.limit))
+
+    async def _chronicle(self, message: ChronicleQuery) -> Message:
+        return self.core.chronicle(message.last_s, wall_ns())
+
+    async def _event(self, message: EventQuery) -> Message:
+        return self.core.event(message.event, message.after)
 
     async def _story(self, message: StoryQuery) -> Message:
         return Told.of(self.core.story(message.subject), now(), wall_ns())

@@ -9,6 +9,7 @@ from shared.errors import BadMessage
 from shared.messages import (
     access,
     base,
+    chronicle,
     compiled,
     copies,
     decisions,
@@ -30,6 +31,7 @@ KINDS: tuple[type[Message], ...] = tuple(
     for module in (
         access,
         base,
+        chronicle,
         compiled,
         copies,
         decisions,

@@ -26,6 +26,8 @@ class Caller:
     """The models that it may use; None: all."""
     accounts: tuple[Account, ...]
     """Where its use counts and has limits."""
+    admin: bool = False
+    """Whether it may look at the cluster."""
 
     def may_use(self, model: ModelName) -> bool:
         return self.models is None or model in self.models
@@ -38,9 +40,10 @@ def caller_of(
     limits: Limits,
     *,
     free: bool = False,
+    admin: bool = False,
 ) -> Caller:
     """Whoever has this key of the tenant. `models`, `limits`: the key's own. `free`: no limit
-    counts, and every model and tier may be used."""
+    counts, and every model and tier may be used. `admin`: it may look at the cluster."""
     allowed = [frozenset(names) for names in (tenant.models, models) if names]
     accounts = (Account(f"tenant {tenant.id}", tenant.limits), Account(f"key {key}", limits))
     return Caller(
@@ -50,6 +53,7 @@ def caller_of(
         tiers=tuple(ServiceTier) if free else tenant.tiers,
         models=None if free or not allowed else frozenset.intersection(*allowed),
         accounts=() if free else tuple(one for one in accounts if one.limits != Limits()),
+        admin=admin,
     )
 
 

@@ -8,7 +8,7 @@ A bug in the handling of one model harms no other model. If an error comes out o
 its requests end, and its state is made anew from its newest instances.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import streams, validation
@@ -22,7 +22,7 @@ from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
 from shared.ids import GatewayId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.changes import whole_set
-from shared.messages.instances import Coming, InstanceChange, InstanceSet
+from shared.messages.instances import Coming, Instance, InstanceChange, InstanceSet
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 from shared.story import Transition
@@ -265,6 +265,13 @@ class Dispatch:
     def loads(self, zero_ns: int) -> tuple[ModelLoad, ...]:
         """`zero_ns`: what the wall clock showed at time 0."""
         return tuple(model.demand.load(zero_ns) for model in self._models.values() if model.listed)
+
+    def instances(self) -> Iterator[tuple[ModelName, Instance, int]]:
+        """Every instance, with its model and the requests that run there, of all gateways."""
+        for model in self._models.values():
+            for route in model.table.routes.values():
+                running = len(route.requests) + route.others.requests
+                yield model.name, route.instance, running
 
     @property
     def served(self) -> int:

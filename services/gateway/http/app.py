@@ -15,6 +15,7 @@ from services.gateway.http.classification import Classification
 from services.gateway.http.completions import Completions
 from services.gateway.http.embeddings import Embeddings
 from services.gateway.http.generating import Generating
+from services.gateway.http.live import Live
 from services.gateway.http.messages import Messages
 from services.gateway.http.models import ServedModels
 from services.gateway.http.openapi import Described
@@ -24,6 +25,7 @@ from services.gateway.http.responses import Responses
 from services.gateway.http.tokens import Tokens
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.keyring import Keyring
+from services.gateway.lookout import Lookout
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 from shared.config import GatewayConfig
@@ -42,6 +44,7 @@ class Api:
         frontend: Frontend,
         metrics: Metrics,
         keyed: KeyedAnswers,
+        lookout: Lookout,
         log: structlog.stdlib.BoundLogger,
         *,
         connected: Callable[[], bool],
@@ -63,10 +66,12 @@ class Api:
         )
         self._embeddings = Embeddings(connections, books, models, prompts, frontend, metrics)
         self._tokens = Tokens(connections, models, prompts)
+        self._live = Live(lookout)
 
     def drain(self) -> None:
         """From now on nothing new is accepted."""
         self._models.draining = True
+        self._live.close()
 
     def app(self) -> web.Application:
         app = web.Application(client_max_size=self._max_body, middlewares=[self._outer.middleware])
@@ -83,6 +88,7 @@ class Api:
         )
         described = Described((call for room in rooms for call in room.calls()), OPEN)
         app.add_routes(call.route for call in described.calls)
+        app.add_routes(self._live.routes())
         app.on_cleanup.append(self._close)
         return app
 

@@ -21,8 +21,10 @@ from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import new_id
 
-OPEN = ("/live", "/ready", "/health", "/metrics", openapi.PATH)
+OPEN = ("/", "/live", "/ready", "/health", "/metrics", openapi.PATH)
 """What may be asked without a key."""
+OPEN_BELOW = "/page/"
+"""So may all paths that begin with this."""
 ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)
 """Who sent it. Set for every call but those of OPEN."""
@@ -62,7 +64,7 @@ class Outer:
             request[_FOR_PAGE] = self._browsers.answer(request.headers)
             if _is_preflight(request):
                 return web.Response(status=204, headers=self._browsers.preflight(request.headers))
-            if request.path not in OPEN:
+            if request.path not in OPEN and not request.path.startswith(OPEN_BELOW):
                 given = credential(request.headers)
                 request[CALLER] = self._keyring.caller(given, wall_ns())
             response = await handler(request)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from services.planner.core.archive import Archive, fitting
+from services.planner.core.chronicle import Chronicle
 from services.planner.core.cluster import Cluster
 from services.planner.core.commands import Attribute, Command, Log, Publish, Span
 from services.planner.core.scaling import Decide, decide
@@ -64,6 +65,7 @@ class Desk:
         self.archive = archive
         self.cluster = Cluster()
         self.story = Story()
+        self.chronicle = Chronicle()
         self.now = Moment(0.0, 0)
         self.cause = ""
         self.out: list[Command] = []
@@ -135,6 +137,7 @@ class Desk:
         self.out += self.archive.put(record, self.cause)
 
     def publish(self, instances: InstanceSet | InstanceChange) -> None:
+        self.chronicle.on_instances(instances, self.now.wall_ns)
         self.do(Publish(message=instances, cause=self.cause))
 
     # --- for people ---

@@ -22,3 +22,7 @@ class Journal:
 
     def newest(self, limit: int) -> tuple[Decided, ...]:
         return tuple(reversed(self._decided))[: max(0, limit)]
+
+    def since(self, at_ns: int) -> tuple[Decided, ...]:
+        """Newest first."""
+        return tuple(decided for decided in reversed(self._decided) if decided.at_ns >= at_ns)

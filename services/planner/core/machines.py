@@ -198,6 +198,7 @@ class Machines:
         self.broken.discard(id_)
         self._times_broken.pop(id_, None)
         self._desk.tell("removed", id_)
+        self._desk.chronicle.forget(name, id_)
         if not self._attempt("a model's machine failed", model, model.remove):
             self._end(model, LambdaScaleError("the model was removed"))
             self._attempt("a model's gateways were not told", model, model.fleet.close)

@@ -8,11 +8,14 @@ from collections.abc import Callable, Collection
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from services.planner.core import commands
 from services.planner.core.alarms import Alarms
 from services.planner.core.archive import Archive, fitting
 from services.planner.core.commands import Command
 from services.planner.core.desk import ASK_S, RELEASE_S, Desk, Settings
+from services.planner.core.events import TERMINAL
 from services.planner.core.machines import Machines
 from services.planner.core.model import ModelMachine
 from services.planner.core.pool_view import REFRESH, PoolView
@@ -34,7 +37,8 @@ from services.planner.core.stimuli import (
 from services.planner.core.strays import Strays
 from services.planner.core.tickets import Moment
 from shared.errors import BadInput, BusTimeout, LambdaScaleError, NotFound, NotReady
-from shared.ids import ModelId, ModelName, NodeId
+from shared.ids import EventId, ModelId, ModelName, NodeId
+from shared.messages.chronicle import Chronicle, EventPast, ModelPast
 from shared.messages.decisions import Decided
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
@@ -88,9 +92,9 @@ class Planner:
             **dict.fromkeys(ANSWERS, self._on_answer),
             Wake: self._on_wake,
             Asked: self._on_asked,
-            NodeStatus: self._pool.on_status,
+            NodeStatus: self._on_status,
             NodeJoined: lambda message: self._pool.join(message.info),
-            NodeGone: self._pool.on_gone,
+            NodeGone: self._on_gone,
             ModelAdded: lambda message: self._machines.add(message.record),
             ModelRemoved: lambda message: self._machines.remove(message.name),
             GatewayLoad: self._on_load,
@@ -134,14 +138,55 @@ class Planner:
     def events(self, count: int) -> tuple[EventRecord, ...]:
         """The records of the newest events, newest first. Large records come without their
         schedules."""
+        return fitting(self._records()[: max(0, count)])
+
+    def _records(self) -> list[EventRecord]:
+        """Of all events, newest first."""
         records = dict(self._desk.archive.events)
         records |= {event.record.id: event.record for event in self._machines.events()}
-        newest = sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
-        return fitting(newest[: max(0, count)])
+        return sorted(records.values(), key=lambda r: r.decided_ns, reverse=True)
 
     def decisions(self, name: ModelName, limit: int) -> tuple[Decided, ...]:
         """The last decisions about a model, newest first. NotFound."""
         return self._named(name).journal.newest(limit)
+
+    def chronicle(self, last_s: float, wall_ns: int) -> Chronicle:
+        """What is remembered of the last so many seconds (0: of all time), and what has not ended.
+        `wall_ns`: the wall clock."""
+        since_ns = wall_ns - int(last_s * 1e9) if last_s else 0
+        events = (
+            msgspec.structs.replace(record, transfers=())
+            for record in self._records()
+            if record.state not in TERMINAL or record.history[-1][1] >= since_ns
+        )
+        pasts = (
+            ModelPast(
+                name=name,
+                counts=self._desk.chronicle.counts(name, since_ns),
+                decisions=model.journal.since(since_ns),
+            )
+            for name, model in self._machines.named.items()
+        )
+        return Chronicle(
+            at_ns=wall_ns,
+            events=fitting(events),
+            models=tuple(past for past in pasts if past.counts or past.decisions),
+            rates=self._desk.chronicle.rates(since_ns),
+        )
+
+    def event(self, event: EventId, after: int) -> EventPast:
+        """What an event did; the asker knows so many of its arrivals already. NotFound."""
+        record = next((r for r in self._records() if r.id == event), None)
+        if record is None:
+            raise NotFound(f"no event {event!r}; see `lambdascale events`")
+        trail = self._desk.chronicle.trail(event)
+        return EventPast(
+            record=msgspec.structs.replace(record, transfers=()),
+            arrivals=trail.after(after),
+            arrived=len(trail.arrivals),
+            forgotten=trail.forgotten,
+            served=tuple(trail.served.values()),
+        )
 
     def story(self, subject: str) -> tuple[Transition, ...]:
         """The last transitions that concern an event, a node or a model (by its id)."""
@@ -230,18 +275,29 @@ class Planner:
 
     # --- broadcasts ---
 
+    def _on_status(self, message: NodeStatus) -> None:
+        self._desk.chronicle.on_status(message, self._desk.now.wall_ns)
+        self._pool.on_status(message)
+
+    def _on_gone(self, message: NodeGone) -> None:
+        self._desk.chronicle.on_gone(message.node)
+        self._pool.on_gone(message)
+
     def _on_load(self, load: GatewayLoad) -> None:
         for name in sorted(self._cluster.loads.on_load(load, self._desk.at)):
             if model := self._machines.named.get(name):
                 self._machines.mention(model, ModelMachine.on_load)
 
     def _on_block(self, message: BlockArrived) -> None:
+        self._desk.chronicle.on_block(message)
         gained = self._cluster.on_arrived(message, self._desk.at)
         if model := self._machines.by_id.get(message.model_id):
             self._machines.mention(model, lambda model: model.on_block(message, gained))
 
     def _on_news(self, message: PullFailed | FirstPartialToken) -> None:
         self._cluster.loads.on_sign_of_life(self._desk.at)
+        if isinstance(message, FirstPartialToken):
+            self._desk.chronicle.on_token(message)
         for model in list(self._machines.named.values()):
             if model.event is not None and model.event.record.id == message.event:
                 self._machines.tell(model, lambda model: model.on_news(message))

@@ -22,6 +22,7 @@ from services.planner.core.sizing import Sizing
 from services.planner.core.standing import Standing, State
 from services.planner.core.usage import Usage
 from shared.ids import EventId, NodeId
+from shared.messages.chronicle import Count
 from shared.messages.decisions import Decided, Verdict
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventState
@@ -197,6 +198,7 @@ class Replicas:
             self._shrink(decision)
         self._hand_over(outgoing, enough=have >= max(decision.replicas, self.sizing.wants))
         self._load_elsewhere()
+        self._count(have)
 
     # --- more ---
 
@@ -329,6 +331,7 @@ class Replicas:
     def follow(self, event: EventMachine) -> EventMachine:
         self.event, self._ended, self._wanted_ns = event, False, 0
         self._fleet.cause = Cause(event.record.id, event.record.trace)
+        self._desk.chronicle.begin(event.record.id)
         return event
 
     # --- less ---
@@ -364,6 +367,13 @@ class Replicas:
             self._releases.free(node)
 
     # --- for people ---
+
+    def _count(self, serving: int) -> None:
+        demand, name = self._desk.cluster.loads.demand(self.record.name), self.record.name
+        wanted, granted = self.sizing.wants, self.total
+        queued, running = demand.queued_requests, demand.running_requests
+        count = Count(self._desk.now.wall_ns, queued, running, serving, granted, wanted)
+        self._desk.chronicle.count(name, count)
 
     def note(
         self, verdict: Verdict, wanted: int, why: str, *nodes: NodeId, event: EventId | None = None
