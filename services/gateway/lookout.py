@@ -215,7 +215,9 @@ class Lookout:
 def _show_pool(scene: Scene, pool: PoolState, copies: PoolCopies) -> None:
     names = {record.model_id: record.name for record in pool.models}
     tiers = {tiers.node: tiers for tiers in copies.nodes}
-    nodes = {view.info.node: _node(view, names) for view in pool.nodes}
+    nodes: dict[str, dict[str, object]] = {
+        view.info.node: _node(view, names) for view in pool.nodes
+    }
     for node, found in tiers.items():
         if node in nodes:
             nodes[node] |= {

@@ -1,9 +1,22 @@
 // The page: which view is shown, and the stream of changes that it is made from.
 import { clusterView } from "./cluster.js";
 import { drawAll, h, patchChildren } from "./dom.js";
+import { compareView, eventsView, eventView } from "./event.js";
+import { playgroundView } from "./playground.js";
+import { poolView } from "./pool.js";
+import { scalingView } from "./scaling.js";
 import { eventReader, nothing, take } from "./state.js";
 
-const VIEWS = { cluster: ["Cluster", clusterView] };
+// By the name in the address: what the link to it says (none: it has no link), and what is shown.
+const VIEWS = {
+  cluster: ["Cluster", clusterView],
+  events: ["Events", eventsView],
+  event: ["", eventView],
+  compare: ["", compareView],
+  scaling: ["Scaling", scalingView],
+  pool: ["Pool", poolView],
+  playground: ["Playground", playgroundView],
+};
 const KEY = "lambdascale-key";
 const AGAIN_MS = 1500;
 const SILENT_MS = 12000;
@@ -15,6 +28,11 @@ let connection = "connecting";
 const ui = {
   filter: "",
   sorted: {},
+  chosen: [],
+  fetched: {},
+  failed: {},
+  asked: {},
+  minutes: 10,
   set(change) {
     Object.assign(ui, change);
     show();
@@ -23,6 +41,20 @@ const ui = {
     const before = ui.sorted[name];
     const down = before?.name === column && !before.down;
     ui.set({ sorted: { ...ui.sorted, [name]: { name: column, down } } });
+  },
+  // Asks for an event that the stream does not bring, once.
+  async fetch(id) {
+    if (!id || ui.asked[id]) return;
+    ui.asked[id] = true;
+    try {
+      const response = await fetch(`cluster/events/${encodeURIComponent(id)}`, { headers: ui.headers(), cache: "no-store" });
+      const told = await response.json();
+      if (response.ok) ui.fetched[id] = told;
+      else ui.failed[id] = told.error.message;
+    } catch (error) {
+      ui.failed[id] = String(error);
+    }
+    show();
   },
   headers() {
     const key = sessionStorage.getItem(KEY);
@@ -50,9 +82,10 @@ function show() {
 
 function navigation() {
   const [name] = place();
-  patchChildren(document.getElementById("views"), [h("ul", {}, Object.entries(VIEWS).map(
-    ([key, [title]]) => h("li", {}, h("a", { href: `#${key}`, "aria-current": key === name ? "page" : null }, title)),
-  ))]);
+  const shown = { event: "events", compare: "events" }[name] ?? name;
+  const links = Object.entries(VIEWS).filter(([, [title]]) => title);
+  patchChildren(document.getElementById("views"), [h("ul", {}, links.map(([key, [title]]) =>
+    h("li", {}, h("a", { href: `#${key}`, "aria-current": key === shown ? "page" : null }, title))))]);
 }
 
 function tell(next, text = next) {

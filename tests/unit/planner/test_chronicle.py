@@ -7,7 +7,7 @@ from services.planner.core import chronicle
 from services.planner.core.chronicle import Chronicle
 from shared import subjects
 from shared.errors import NotFound
-from shared.ids import EventId, InstanceId, ModelId, ModelName, NodeId
+from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.chronicle import Chronicle as Told
 from shared.messages.chronicle import ChronicleQuery, Count, EventPast, EventQuery
 from shared.messages.instances import InstanceSet
@@ -21,7 +21,8 @@ NAMED = ModelName("m")
 
 def arrival(event: str, block: int, node: str = "node-1") -> BlockArrived:
     return BlockArrived(
-        event=EventId(event), revision=0, node=NodeId(node), generation=1, model_id=ModelId("id"),
+        event=EventId(event), revision=0, node=NodeId(node), generation=Generation(1),
+        model_id=ModelId("id"),
         block=block, source=NodeId("node-0"), transport="tcp", nbytes=10, started_ns=1,
         first_byte_ns=2, finished_ns=3, ready_ns=4,
     )  # fmt: skip
@@ -33,7 +34,7 @@ def counted(at_ns: int, *, queued: int = 0, wanted: int = 1) -> Count:
 
 def status(tokens: int, *, generation: int = 1, node: str = "node-0") -> NodeStatus:
     return NodeStatus(
-        node=NodeId(node), generation=generation, seq=1, arena_free=0, holdings=(),
+        node=NodeId(node), generation=Generation(generation), seq=1, arena_free=0, holdings=(),
         tokens_out=tokens,
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ from services.gateway import lookout
 from services.gateway.http import live
 from shared import subjects
 from shared.errors import NotFound
-from shared.ids import EventId, KeyId, ModelId, NodeId, TenantId
+from shared.ids import EventId, Generation, KeyId, ModelId, NodeId, TenantId
 from shared.messages.access import KeyRecord, KeyRole, TenantRecord
 from shared.messages.chronicle import (
     Arrival,
@@ -70,7 +70,8 @@ class Services:
         decided = Decided(at_ns=5, verdict=Verdict.MORE, replicas=1, wanted=2, why="queue")
         self.decisions = (decided,)
         info = NodeInfo(
-            node=NodeId("node-1"), generation=1, address="tcp://x", host="here", device="cpu",
+            node=NodeId("node-1"), generation=Generation(1), address="tcp://x", host="here",
+            device="cpu",
             arena_bytes=100, link_bytes_per_s=7, slots=8,
         )  # fmt: skip
         held = Holding(ModelId(f"id-of-{NAME}"), Tier.GPU, (0, 1))
