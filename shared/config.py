@@ -227,7 +227,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """Whether a sequence that moves here brings its KV along. auto: if that takes less time than to
     compute it, by what the node has measured."""
     threads: Size = 0
-    """Number of torch's threads. 0: torch's default."""
+    """Number of torch's threads. 0: torch's default; under `up`, the node's share of all
+    cores."""
     link_bytes_per_s: Size = 0
     """Paces each direction of the data link. 0: as fast as it goes."""
     rdma_device: str = ""

@@ -109,7 +109,10 @@ def _events(args: argparse.Namespace) -> int:
     if args.id is not None:
         records = tuple(r for r in records if r.id == args.id or args.id == story.LAST)[:1]
         if not records:
-            raise NotFound(f"no event {args.id!r}; see `lambdascale events`")
+            raise NotFound(
+                f"no event {args.id!r}; see `lambdascale events`, or `lambdascale events --model "
+                "NAME` for the decisions about a model"
+            )
     if args.json:
         print_json(records)
         return 0

@@ -17,6 +17,7 @@ from services.cli.client import (
     say,
 )
 from services.cli.model_set import rules, wanted
+from services.cli.status_text import console, print_table
 from services.local.asking import ask
 from services.local.publishing import publish
 from shared import subjects
@@ -67,8 +68,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         aliases=["list"],
         help="list the models",
         description="Lists the published models: name, size, number of blocks, how many instances "
-        "the autoscaler may choose from (or what `lambdascale scale` set), id, and what "
-        "`model set` has set besides.",
+        "the autoscaler may choose from (or what `lambdascale scale` set), what `model set` has "
+        "set besides, and id.",
     )
     listing.set_defaults(run=lambda args: asyncio.run(_list(args)))
     remove = actions.add_parser(
@@ -157,13 +158,19 @@ async def _list(args: argparse.Namespace) -> int:
         return 0
     if not models.records:
         say("no models: publish one with `lambdascale model add PATH`")
-    for record in models.records:
-        sys.stdout.write(
-            f"{record.name:<32} {record.nbytes / 1e6:>10.1f} MB {record.n_blocks:>4} blocks  "
-            f"{wanted(record.min_instances, record.max_instances, fixed.get(record.name)):<16}  "
-            f"{record.model_id}  {rules(msgspec.to_builtins(record))}".rstrip()
-            + "\n"
-        )
+        return 0
+    rows = [
+        {
+            "name": record.name,
+            "MB": f"{record.nbytes / 1e6:.1f}",
+            "blocks": record.n_blocks,
+            "instances": wanted(record.min_instances, record.max_instances, fixed.get(record.name)),
+            "rules": rules(msgspec.to_builtins(record)),
+            "id": record.model_id,
+        }
+        for record in models.records
+    ]
+    print_table(console(), "models", rows)
     return 0
 
 

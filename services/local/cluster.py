@@ -40,6 +40,7 @@ GATEWAY = "gateway"
 SERVICES = ("registry", "planner", GATEWAY)
 ELECTED = ("registry", "planner")
 """Roles that one process has at a time, while others stand by."""
+THREADS = "LAMBDASCALE_NODE_THREADS"
 PREFIX = "lambdascale: "
 """How the last line of a service that fails begins."""
 
@@ -233,6 +234,10 @@ class Cluster:
             "LAMBDASCALE_NODE_DATA_DIR": str(self.spec.directory / "nodes" / node),
             "LAMBDASCALE_NODE_KV_SHARE": str(configured.kv_share / self.spec.nodes),
         }
+        if not configured.threads and THREADS not in self.spec.settings:
+            # More threads than cores would wait for each other in every layer.
+            cores = len(os.sched_getaffinity(0))
+            settings[THREADS] = str(max(1, cores // self.spec.nodes))
         own = Path(self.state.credentials) / User(Role.NODE, node).directory
         if not self._signs_otherwise:
             settings["LAMBDASCALE_NODE_SIGNERS_FILE"] = str(own / credentials.SIGNERS)
