@@ -29,7 +29,7 @@ from benchmarks.chaos.client import Answered, Client, End, Request
 from services import health
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import make_checkpoint
-from services.local.nats_servers import Place
+from services.local.nats_servers import Place, free_ports
 from services.local.processes import NATS
 from services.local.publishing import import_model
 from services.local.watch import Watch
@@ -41,7 +41,6 @@ from shared.ids import new_id
 from shared.messages.scaling import ImportModel, PlannerQuery, PlannerState
 from shared.pool_pages import read_pool
 
-HEALTH = health.VARIABLE
 PER_S = 4.0
 """Requests a second."""
 TOKENS = 40
@@ -125,10 +124,16 @@ async def until_well(cluster: Cluster, bus: Bus, watch: Watch) -> None:
             await asyncio.sleep(0.1)
 
 
-async def until_ready(socket: str) -> None:
+def metrics_settings(role: str, port: int) -> dict[str, str]:
+    """That a process says at this port whether it is ready. Gateways say it at their own."""
+    own = role in ("planner", "registry", "node")
+    return {f"LAMBDASCALE_{role.upper()}_METRICS_PORT": str(port)} if own else {}
+
+
+async def until_ready(url: str) -> None:
     """Waits until a process serves, or stands by. TimeoutError after WELL_S."""
     async with asyncio.timeout(WELL_S):
-        while await asyncio.to_thread(health.ask, socket) != health.WELL:  # noqa: ASYNC110 - polled
+        while not (await asyncio.to_thread(health.ask, f"{url}/ready"))[0]:  # noqa: ASYNC110 - polled
             await asyncio.sleep(0.1)
 
 
@@ -139,8 +144,10 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
     right = await asyncio.to_thread(answers, checkpoint, asked, TOKENS)
     common = common_settings(before) if before else ()
     release = (*(common or ("env",)), "-C", str(before)) if before else ()
-    sockets = {name: {HEALTH: str(directory / f"{name}.sock")} for name in harness.roles()}
-    places = {name: Place(within=release, settings=sockets[name]) for name in sockets}
+    roles = harness.roles()
+    ports = dict(zip(roles, free_ports(len(roles)), strict=True))
+    settings = {name: metrics_settings(role, ports[name]) for name, role in roles.items()}
+    places = {name: Place(within=release, settings=settings[name]) for name in roles}
     spec = ClusterSpec(
         directory=directory / "cluster",
         nodes=harness.NODES,
@@ -161,6 +168,9 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
             model = ImportModel(path=str(checkpoint), name=harness.MODEL, min_instances=2)
             await import_model(bus, model, say=lambda _: None)
             await until_well(cluster, bus, watch)
+            gateways = [name for name, role in roles.items() if role == "gateway"]
+            urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+            urls |= dict(zip(gateways, cluster.state.gateway_urls, strict=True))
             client = Client(harness.MODEL, cluster.state.gateway_urls, SILENCE_S)
             load = Load(client, list(zip(asked, right, strict=True)))
             sending = asyncio.create_task(load.run())
@@ -169,11 +179,11 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
                     began = time.monotonic()
                     cluster.signal(name, signal.SIGTERM)
                     await cluster.ended(name)
-                    places[name] = Place(within=common, settings=sockets[name])
+                    places[name] = Place(within=common, settings=settings[name])
                     await cluster.start_again(name)
                     await until_well(cluster, bus, watch)
                     if not name.startswith(NATS):  # that is back when `start_again` returns
-                        await until_ready(sockets[name][HEALTH])
+                        await until_ready(urls[name])
                     print(f"{name}: well after {time.monotonic() - began:.1f} s", flush=True)
                 await asyncio.sleep(AFTER_S)
             finally:

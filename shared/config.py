@@ -54,9 +54,8 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
     that name. Empty: no files."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, for example http://127.0.0.1:4318. Empty: none."""
-    health_socket: str = ""
-    """Path of a Unix socket that says whether the service is well (`python -m services.health` asks
-    it); empty: none."""
+    metrics_host: str = "127.0.0.1"
+    """The address of the endpoints that `metrics_port` of each role opens."""
 
 
 class GatewayConfig(_Section, frozen=True, kw_only=True):
@@ -150,6 +149,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     step_overhead_s: Seconds = 0.001
     """The most that alpha of the cost model may be: the time until the first bytes from a new
     source arrive. (Nodes measure it.)"""
+    metrics_port: Port = 0
+    """The port of `/metrics`, `/live` and `/ready`. 0: none."""
 
 
 class RegistryConfig(_Section, frozen=True, kw_only=True):
@@ -171,6 +172,8 @@ class RegistryConfig(_Section, frozen=True, kw_only=True):
     copy_bytes_per_s: Size = 0
     """The rate of each. 0: a quarter of the slower link of the two nodes, or 100 MB/s if neither
     rate is known."""
+    metrics_port: Port = 0
+    """The port of `/metrics`, `/live` and `/ready`. 0: none."""
 
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
@@ -276,6 +279,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     lets many nodes run on one machine as if each had its own accelerator. 0: as fast as it goes."""
     lease_s: Count = 2
     """The node counts as gone this long after it stopped renewing its lease (whole seconds)."""
+    metrics_port: Port = 0
+    """The port of `/metrics`, `/live` and `/ready`. 0: none."""
 
 
 class Config(_Section, frozen=True, kw_only=True):

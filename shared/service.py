@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Coroutine, Iterator
 from contextlib import AsyncExitStack, contextmanager
 from types import TracebackType
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import structlog
 
@@ -25,6 +25,9 @@ from shared.bus.base import Bus, Subscription
 from shared.containment import is_containable
 from shared.election.active_bus import ActiveBus
 from shared.election.election import Election
+
+if TYPE_CHECKING:
+    from shared.metrics import Metrics
 
 
 class Service(ABC):
@@ -57,6 +60,13 @@ class Service(ABC):
     @abstractmethod
     async def open(self) -> None:
         """Acquires resources, subscribes, spawns background tasks."""
+
+    def metrics(self) -> "Metrics":
+        """What it shows of itself. Called once, before it is open; what is to be read later may be
+        asked for at any time from then on."""
+        from shared.metrics import Metrics  # 50 ms, for processes that show something
+
+        return Metrics()
 
     async def become_active(self, bus: Bus) -> ActiveBus:
         """Waits until this process is the active one of its role, which it is from then on; the

@@ -19,6 +19,7 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
+from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 from opentelemetry.trace import INVALID_SPAN_CONTEXT, Link, NonRecordingSpan, Span, SpanContext
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -103,7 +104,8 @@ def configure(service: str, config: TelemetryConfig) -> None:
         cache_logger_on_first_use=False,
     )
     resource = Resource.create({"service.name": service})
-    provider = TracerProvider(resource=resource, id_generator=_ids)
+    # Whoever calls from outside may go on with a trace, and cannot keep ours from being recorded.
+    provider = TracerProvider(sampler=ALWAYS_ON, resource=resource, id_generator=_ids)
     if config.trace_dir:
         directory = Path(config.trace_dir)
         directory.mkdir(parents=True, exist_ok=True)
@@ -150,12 +152,19 @@ def traceparent(span: Span) -> str:
     return carrier.get("traceparent", "")
 
 
-def new_trace() -> str:
-    """The traceparent of the root of a new trace, for a span that is recorded later (`own` of
-    `record`); empty: no traces are kept."""
+def new_trace(parent: str = "") -> str:
+    """The traceparent of a span that is recorded later (`own` of `record`): in its parent's trace,
+    or the root of a new one. Empty: no traces are kept."""
     if _provider is None:
         return ""
-    return f"00-{_ids.generate_trace_id():032x}-{_ids.generate_span_id():016x}-01"
+    above = context_of(parent)
+    trace_id = above.trace_id if above else _ids.generate_trace_id()
+    return f"00-{trace_id:032x}-{_ids.generate_span_id():016x}-01"
+
+
+def exemplar(traceparent: str) -> dict[str, str] | None:
+    """What ties a measurement to a trace. None: no traces are exported."""
+    return {"trace_id": traceparent.split("-")[1]} if traceparent and _exporting else None
 
 
 def here() -> str:

@@ -5,6 +5,7 @@ import faulthandler
 import resource
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -12,7 +13,7 @@ from urllib.parse import urlsplit
 import uvloop
 
 from services.cli.lasting import lasting
-from shared import health, telemetry
+from shared import telemetry
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import Config, load
@@ -148,13 +149,36 @@ async def _run(role: str, config: Config) -> None:
             mend=f"raise the hard limit to {FEW_FILES} or more: ulimit -Hn, LimitNOFILE=",
         )
     try:
-        async with NatsBus(config.bus, name) as bus:
+        async with NatsBus(config.bus, name) as bus, AsyncExitStack() as shown:
             with lasting():
                 service = MAKERS[role](bus, config)
-            async with health.telling(config.telemetry.health_socket, lambda: _wrong(service, bus)):
-                await serve_until_signal(service)
+            await _show(service, bus, config, shown)
+            await serve_until_signal(service)
     finally:
         telemetry.shutdown()
+
+
+async def _show(service: Service, bus: NatsBus, config: Config, shown: AsyncExitStack) -> None:
+    """Has the process show how it is until `shown` closes: gateways at their own port, others where
+    a port is configured."""
+    own = {
+        "planner": config.planner.metrics_port,
+        "registry": config.registry.metrics_port,
+        "node": config.node.metrics_port,
+    }
+    port = own.get(service.role, 0)
+    if service.role in own and not port:
+        return
+    with lasting():  # imported here, because most processes of a cluster on one machine need none
+        from shared.monitor import monitoring
+        from shared.vitals import Vitals
+
+        metrics = service.metrics()
+        vitals = Vitals(metrics, service, bus)
+    service.spawn(vitals.watch_loop(), name="vitals", contained=True)
+    if port:
+        host, wrong = config.telemetry.metrics_host, lambda: _wrong(service, bus)
+        await shown.enter_async_context(monitoring(host, port, metrics, wrong, service.log))
 
 
 def _wrong(service: Service, bus: NatsBus) -> str:

@@ -72,6 +72,9 @@ class Generation:
         self._frontend = frontend
         self._metrics = metrics
         self._trace = trace
+        self._own = telemetry.new_trace(trace)
+        """The request's span."""
+        self._exemplar = telemetry.exemplar(self._own)
         self._tab = tab
         self._arrived, self._arrived_ns = now(), wall_ns()
         self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
@@ -152,6 +155,7 @@ class Generation:
             start_ns=self._arrived_ns,
             end_ns=wall_ns(),
             parent=self._trace,
+            own=self._own,
             attributes={
                 "model": self.record.name,
                 "call": requests[0].call,
@@ -274,10 +278,14 @@ class Generation:
         name, count = self.record.name, len(choice.tokens)
         if count == 1:
             choice.first_at = now()
-            self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived)
+            trace = self._exemplar
+            self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived, trace)
+            waited_s = max(0.0, choice.request.submitted_at - self._arrived)
+            self._metrics.queue_s.labels(name).observe(waited_s, trace)
         if choice.finish:
             self._metrics.tokens.labels(name).inc(count)
             self._metrics.requests.labels(name, choice.finish).inc()
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
-                self._metrics.tpot.labels(name).observe(mean)
+                self._metrics.tpot.labels(name).observe(mean, self._exemplar)
+            self._metrics.duration.labels(name).observe(now() - self._arrived, self._exemplar)

@@ -52,6 +52,7 @@ from shared.messages.pool import (
 )
 from shared.messages.serving import Tokens
 from shared.messages.story import StoryQuery, Told
+from shared.metrics import Metrics as Families
 from shared.service import Service
 
 LOAD_S = 0.1
@@ -96,7 +97,6 @@ class GatewayService(Service):
         super().__init__(check_name("gateway.name", config.name))
         self._bus = bus
         self._config = config
-        self._metrics = Metrics()
         rules = Rules(
             draw=random.Random(new_id("draws")).random,
             max_queue=config.max_queue,
@@ -107,6 +107,9 @@ class GatewayService(Service):
             check_s=config.check_s,
         )
         self._dispatch = self.dispatch_type(rules)
+        self._metrics = Metrics(
+            lambda: self._dispatch.loads(self._zero_ns), self._dispatch.breakers
+        )
         self.frontend = Frontend(
             bus, self._dispatch, self._metrics, self._start, self.contain, self.log
         )
@@ -134,6 +137,9 @@ class GatewayService(Service):
         self._registry_at = -math.inf
         """When the registry was last heard."""
         self._draining = False
+
+    def metrics(self) -> Families:
+        return self._metrics.families
 
     async def open(self) -> None:
         self._zero_ns = wall_ns() - round(now() * 1e9)
@@ -202,9 +208,9 @@ class GatewayService(Service):
             config.client_timeout_s,
             refused=self._metrics.refused_connections.inc,
         )
-        self._metrics.connections.set_function(connections.__len__)
         self._go_on("past", self._lookout.ask_planner)
         self._go_on("pool", self._lookout.ask_registry)
+        self._metrics.connections = connections.__len__
         self._api = api = Api(
             config,
             connections,
@@ -376,7 +382,5 @@ class GatewayService(Service):
         pressing.clear()
         loads = self._dispatch.loads(self._zero_ns)
         if message := self._reporting.next(self.id, self.url, loads, now()):
-            self._metrics.set_loads(loads)
-            self._metrics.set_breakers(self._dispatch.breakers())
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
         return ONSET_S

@@ -2,15 +2,17 @@
 
 import asyncio
 import dataclasses
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, TypeVarTuple
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
 from services.node.core.handover import is_worth
 from services.node.core.profile import Profiler
 from services.node.core.told import Telling
+from services.node.core.view import NodeView
 from services.node.core.watchdog import LOOK_S, Watchdog
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
@@ -64,6 +66,9 @@ from shared.pool_pages import read_nodes
 from shared.service import Service
 from shared.story import Transition
 
+if TYPE_CHECKING:
+    from shared.metrics import Metrics
+
 STATUS_EVERY_S = 1.0
 STATUS_GAP_S = 0.05
 """The least time between two statuses, however much changes. A block that lands is reported by
@@ -114,6 +119,9 @@ class NodeService(Service):
         self._profiler = Profiler()
         self._profile = Profile()
         """What it had measured when it last reported it."""
+        self._engine_s: defaultdict[ModelId, float] = defaultdict(float)
+        """Seconds that the engine has spent in sweeps."""
+        self._sent_bytes = 0
         self.node = NodeId(config.id)
         directory = Path(config.data_dir).absolute()
         self._keeper = KeeperLink(directory, self.node, keep_s)
@@ -124,6 +132,13 @@ class NodeService(Service):
     @property
     def info(self) -> NodeInfo:
         return self._lease.info
+
+    def metrics(self) -> "Metrics":
+        from services.node.metrics import NodeMetrics
+
+        metrics = super().metrics()
+        NodeMetrics(metrics, self._view)
+        return metrics
 
     async def open(self) -> None:
         config = self._config
@@ -157,6 +172,7 @@ class NodeService(Service):
         self._lease = Lease(
             leases, counters, info, config.lease_s, self.log, ended=estate.generations
         )
+        self._reports = Reports(self._bus, self.log, lambda: self._lease.info, self._profiler)
         self._hosting = self.hosting_type(
             self.node,
             arena,
@@ -164,7 +180,7 @@ class NodeService(Service):
             self._library,
             self._data,
             self._worker,
-            Reports(self._bus, self.log, lambda: self._lease.info, self._profiler),
+            self._reports,
             keeper=self._keeper,
             changed=self._status_due.set,
             spawn=lambda work, name: self.spawn(work, name=name),
@@ -265,12 +281,14 @@ class NodeService(Service):
 
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._profiler.ran(model, share, tokens, seconds)
+        self._engine_s[model] += seconds
 
     def block_landed(self, landed: Arrival | PullFailure) -> None:
         self._hosting.landings.land(landed)
 
     def bytes_sent(self, began: float, ended: float, nbytes: int) -> None:
         self._profiler.sent(began, ended, nbytes)
+        self._sent_bytes += nbytes
 
     def peer_dialled(self, address: str) -> None:
         self._peers.dialled(address)
@@ -540,6 +558,31 @@ class NodeService(Service):
             copying=self.copying(),
             unfit=self._unfit,
             **dataclasses.asdict(self._worker.load()),
+        )
+
+    def _view(self) -> NodeView | None:
+        """None while it is not open."""
+        if not self.ready:
+            return None
+        self._threads.catch_up()
+        disk_free, disk_bytes = self._library.room()
+        return NodeView(
+            info=self.info,
+            names=self._library.names,
+            load=self._worker.load(),
+            engine_s=self._engine_s,
+            holdings=self.holdings(),
+            arena_free=self._hosting.arena_free,
+            host_free=self._hosting.cache.free,
+            disk_bytes=disk_bytes,
+            disk_free=disk_free,
+            peers=self._peers.by_way(),
+            blocks=self._reports.blocks,
+            received_bytes=self._reports.bytes,
+            failures=self._reports.failures,
+            sent_bytes=self._sent_bytes,
+            copying=self.copying(),
+            unfit=bool(self._unfit),
         )
 
     async def _publish_status(self) -> None:

@@ -1,8 +1,8 @@
 """The planner's shell on the bus: what it hears goes to the core, and what the core commands is
 done."""
 
-from collections.abc import Coroutine
-from typing import Any, ClassVar
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.planner.core.choose import AUTO
 from services.planner.core.desk import Settings
@@ -28,6 +28,7 @@ from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelAdded, ModelRemoved, NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
+    EventRecord,
     FirstPartialToken,
     PeerSuspect,
     PlannerQuery,
@@ -37,6 +38,9 @@ from shared.messages.scaling import (
 )
 from shared.messages.story import StoryQuery, Told
 from shared.service import Service
+
+if TYPE_CHECKING:
+    from shared.metrics import Metrics
 
 
 class PlannerService(Service):
@@ -54,6 +58,16 @@ class PlannerService(Service):
         self._bus = bus
         self._config = config
         self._decide = decide
+        self._observe: Callable[[EventRecord], None] = lambda _: None
+        """Told of every change of an event."""
+
+    def metrics(self) -> "Metrics":
+        from services.planner.metrics import PlannerMetrics
+
+        metrics = super().metrics()
+        shown = PlannerMetrics(metrics, lambda: self.core if self.ready else None)
+        self._observe = shown.event_changed
+        return metrics
 
     async def open(self) -> None:
         bus = await self.become_active(self._bus)
@@ -61,7 +75,15 @@ class PlannerService(Service):
         archive = await self._store.load()
         self.core = self.core_type(settings(self._config, self.term, self._decide), archive)
         signer = load_signer(self.role, self._config.signing_key_file)
-        self._shell = Shell(bus, self.core, self._store, self.log, self._spawn, signer)
+        self._shell = Shell(
+            bus,
+            self.core,
+            self._store,
+            self.log,
+            self._spawn,
+            self._event_changed,
+            signer,
+        )
         self.resources.callback(self._shell.close)
         self.spawn(self._store.run(), name="store")
         self.spawn(self._shell.send_outbox(), name="outbox")
@@ -90,6 +112,9 @@ class PlannerService(Service):
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> Any:
         return self.spawn(work, name=name)
+
+    def _event_changed(self, record: EventRecord) -> None:
+        self._observe(record)
 
     async def drain(self) -> None:
         await self._store.settled()

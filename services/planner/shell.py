@@ -41,7 +41,7 @@ from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, 
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.pool import ReportStatus, Reserved, Sources
-from shared.messages.scaling import ApplyPlan, EventChanged, SetInstances
+from shared.messages.scaling import ApplyPlan, EventChanged, EventRecord, SetInstances
 from shared.pool_pages import read_pool
 
 REGISTRY_TIMEOUT_S = 2.0
@@ -61,14 +61,17 @@ class Shell:
         store: Store,
         log: BoundLogger,
         spawn: Spawn,
+        observe: Callable[[EventRecord], None],
         signer: Signer | None = None,
     ) -> None:
-        """`signer`: signs what targets may read; None: nobody asks for that."""
+        """`observe` is told of every change of an event. `signer`: signs what targets may read;
+        None: nobody asks for that."""
         self.ready = asyncio.Event()
         """Set once the core knows the pool."""
         self._bus = bus
         self._planner = planner
         self._store = store
+        self._observe = observe
         self._signer = signer
         self._log = log
         self._spawn = spawn
@@ -120,11 +123,11 @@ class Shell:
         match command:
             case Question():
                 self._spawn(self._answer(command), type(command).__name__.lower())
+            case Publish(message=EventChanged() as message):
+                self._observe(message.record)
+                self._outbox.put_nowait((subjects.EVENTS, message))
             case Publish(message=message):
-                of_event = isinstance(message, EventChanged)
-                self._outbox.put_nowait(
-                    (subjects.EVENTS if of_event else subjects.INSTANCES, message)
-                )
+                self._outbox.put_nowait((subjects.INSTANCES, message))
             case commands.AskStatus(node=node):
                 wanted = ReportStatus(cause=command.cause)
                 self._outbox.put_nowait((subjects.node_report(node), wanted))

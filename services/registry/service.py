@@ -7,7 +7,7 @@ a change (announcements, writes) is queued in order and done by tasks that outla
 import asyncio
 from collections.abc import Iterable
 from contextlib import suppress
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 from services.registry.core.access import Access
 from services.registry.core.catalog import WISHES
@@ -60,6 +60,9 @@ from shared.messages.pool import (
 from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 
+if TYPE_CHECKING:
+    from shared.metrics import Metrics
+
 PULSE_S = 0.5
 """Seconds between messages of the registry to itself, which tell it whether the bus is there."""
 TICK_S = 0.25
@@ -102,6 +105,13 @@ class RegistryService(Service):
         self._reconciled = asyncio.Event()
         self._catalog_lock = asyncio.Lock()
         self._access_lock = asyncio.Lock()
+
+    def metrics(self) -> "Metrics":
+        from services.registry.metrics import RegistryMetrics
+
+        metrics = super().metrics()
+        RegistryMetrics(metrics, lambda: self.pool if self.ready else None)
+        return metrics
 
     async def open(self) -> None:
         self._signer = load_signer(self.role, self._config.signing_key_file)

@@ -1,4 +1,4 @@
-"""A service's own word on its health, as a container's check asks for it."""
+"""A service's own word on its health, as probes and a container's check ask for it."""
 
 import asyncio
 import os
@@ -13,29 +13,31 @@ import pytest
 
 from services import health
 from services.local.nats_server import NatsServer
-from shared.health import WELL
+from services.local.nats_servers import free_ports
+from shared.monitor import WELL
 from tests.support import commands
 
 LIMIT_S = 200.0
 POLL_S = 0.05
 
 
-async def ask(environment: Mapping[str, str]) -> tuple[int | None, str]:
-    check = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "services.health", stdout=PIPE, env=environment
+async def check(url: str) -> tuple[int | None, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "services.health", url, stdout=PIPE
     )
-    out, _ = await check.communicate()
-    return check.returncode, out.decode().strip()
+    out, _ = await process.communicate()
+    return process.returncode, out.decode().strip()
 
 
-async def until(environment: Mapping[str, str], code: int, answer: str) -> None:
+async def until(url: str, well: bool, answer: str) -> None:
     """Looks from this process, which costs less than a process for each look. At the end a real
-    check says the same."""
-    path = environment[health.VARIABLE]
+    check says the same. (A registry that starts is well for a moment, while it stands by.)"""
     async with asyncio.timeout(LIMIT_S):
-        while await asyncio.to_thread(health.ask, path) != answer:  # noqa: ASYNC110
-            await asyncio.sleep(POLL_S)
-    assert await ask(environment) == (code, answer)
+        while True:
+            if await asyncio.to_thread(health.ask, url) != (well, answer):
+                await asyncio.sleep(POLL_S)
+            elif await check(url) == (0 if well else 1, answer):
+                return
 
 
 @asynccontextmanager
@@ -51,42 +53,52 @@ async def service(
         print(err.decode())  # why it failed, if it did
 
 
-@pytest.mark.parametrize("role", ["registry", "gateway", "node"])
-async def test_a_service_is_well_while_it_is_ready_and_has_its_bus(
+@pytest.mark.parametrize("role", ["registry", "node"])
+async def test_a_service_is_ready_while_it_is_open_and_has_its_bus(
     role: str, tmp_path: Path, nats_server: NatsServer
 ) -> None:
-    path = tmp_path / "health"
+    (port,) = free_ports(1)
     environment = {
         **os.environ,
-        health.VARIABLE: str(path),
         "LAMBDASCALE_BUS_URL": nats_server.url,
-        "LAMBDASCALE_GATEWAY_PORT": "0",
+        f"LAMBDASCALE_{role.upper()}_METRICS_PORT": str(port),
         "LAMBDASCALE_NODE_ARENA_BYTES": str(1 << 20),
         "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
     }
-    code, answer = await ask(environment)
-    assert (code, answer.startswith(f"no answer at {path}: ")) == (1, True)
+    url = f"http://127.0.0.1:{port}/ready"
+    code, answer = await check(url)
+    assert (code, answer.startswith(f"no answer at {url}: ")) == (1, True)
     async with service(role, environment, tmp_path) as process:
-        await until(environment, 0, WELL)
+        await until(url, True, WELL)
+        _, page = await asyncio.to_thread(health.ask, url.replace("ready", "metrics"))
+        assert f'role="{role}"' in page
+        assert "lambdascale_bus_connected 1.0" in page.splitlines()
         await nats_server.kill()
-        await until(environment, 1, "not connected to NATS")
+        await until(url, False, "not connected to NATS")
+        assert (await check(url.replace("ready", "live")))[0] == 0
         process.send_signal(signal.SIGSTOP)
-        code, answer = await ask(environment)
-        assert (code, answer) == (1, f"no answer at {path}: timed out")
+        code, answer = await check(url)
+        assert (code, answer) == (1, f"no answer at {url}: timed out")
 
 
-async def test_a_health_socket_that_cannot_be_is_one_clear_line(
+async def test_an_endpoint_that_cannot_be_is_one_clear_line(
     tmp_path: Path, nats_server: NatsServer
 ) -> None:
     environment = {
         **os.environ,
-        health.VARIABLE: str(tmp_path / "nowhere" / "health"),
         "LAMBDASCALE_BUS_URL": nats_server.url,
+        "LAMBDASCALE_REGISTRY_METRICS_PORT": "9100",
+        "LAMBDASCALE_TELEMETRY_METRICS_HOST": "192.0.2.1",
     }
     process = await commands.start("registry", cwd=tmp_path, environment=environment)
     _, err = await process.communicate()
     assert process.returncode == 2
-    assert "telemetry.health_socket" in err.decode().splitlines()[-1]
+    assert "telemetry.metrics_host" in err.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("url", ["https://h:1/ready", "http://h/ready", "ready", "http://h:x/"])
+async def test_what_is_no_url_of_an_endpoint_is_refused(url: str) -> None:
+    assert health.ask(url) == (False, health.USAGE)
 
 
 async def test_a_check_imports_little() -> None:
@@ -94,4 +106,3 @@ async def test_a_check_imports_little() -> None:
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=PIPE)
     out, _ = await process.communicate()
     assert not {"asyncio", "msgspec", "shared", "services.cli"} & set(out.decode().split())
-    assert health.WELL == WELL

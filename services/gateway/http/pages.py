@@ -9,7 +9,7 @@ from services.gateway.answer_bodies import HealthPage, Status
 from services.gateway.health import Health
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
-from services.gateway.metrics import CONTENT_TYPE, Metrics
+from services.gateway.metrics import Metrics
 
 
 class Pages:
@@ -51,5 +51,6 @@ class Pages:
             msgspec.to_builtins(health.page), status=200 if health.serves else 503
         )
 
-    async def _show_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=self._metrics.render(), headers={"Content-Type": CONTENT_TYPE})
+    async def _show_metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self._metrics.families.render(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})

@@ -13,7 +13,7 @@ from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns
 from shared.errors import CorruptCheckpoint, LambdaScaleError, NotFound
-from shared.ids import ModelId, check_model_name
+from shared.ids import ModelId, ModelName, check_model_name
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 from shared.messages import Ok
 from shared.messages.pool import Holding, ModelAdd, ModelRecord, Models, ModelsQuery, Task, Tier
@@ -39,6 +39,8 @@ class Library:
         self._changed = changed
         self._known: set[ModelId] = set()
         """Models that were published or stored, and not removed since."""
+        self.names: dict[ModelId, ModelName] = {}
+        """The names of the models that are published."""
         self._manifests: dict[ModelId, Manifest] = {}
         self._files: dict[ModelId, Mapping[str, str]] = {}
         """Names in the asset store of the small files of their checkpoints."""
@@ -68,6 +70,7 @@ class Library:
         """Fetches a published model's manifest ahead of any plan. CorruptCheckpoint, BusError."""
         self._known.add(record.model_id)
         self._files[record.model_id] = record.files
+        self.names[record.model_id] = record.name
         if record.model_id in self._manifests:
             return
         objects = await self._bus.objects()
@@ -205,6 +208,7 @@ class Library:
         self._known.discard(model)
         self._manifests.pop(model, None)
         self._files.pop(model, None)
+        self.names.pop(model, None)
         stored = self._disk.pop(model, None) is not None
         self._listed = None
         self._changed()

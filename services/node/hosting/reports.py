@@ -3,6 +3,7 @@
 Every arrival also tells the profiler how fast the node's port and disk are.
 """
 
+from collections import Counter
 from collections.abc import Callable
 
 from structlog.stdlib import BoundLogger
@@ -34,6 +35,12 @@ class Reports:
         self._log = log
         self._info = info
         self._profiler = profiler
+        self.blocks: Counter[str] = Counter()
+        """Blocks that have come since the start, by transport."""
+        self.bytes: Counter[str] = Counter()
+        """Their bytes."""
+        self.failures: Counter[str] = Counter()
+        """Blocks that could not be had, by the error's code."""
 
     async def arrived(self, arrival: Arrival, trace: str) -> None:
         info = self._info()
@@ -58,6 +65,8 @@ class Reports:
         )
         if arrival.transport == HELD:
             return
+        self.blocks[arrival.transport] += 1
+        self.bytes[arrival.transport] += arrival.nbytes
         self._measure(arrival)
         seconds = max(arrival.finished_ns - arrival.first_byte_ns, 1) / 1e9
         telemetry.record(
@@ -87,6 +96,7 @@ class Reports:
 
     async def failed(self, failure: PullFailure, trace: str) -> None:
         info, error = self._info(), failure.error
+        self.failures[error.code] += 1
         self._log.warning(
             "block not had", block=failure.block, source=failure.source, error=str(error)
         )

@@ -63,6 +63,16 @@ class ModelMachine:
         return self._replicas.scaling
 
     @property
+    def wanted(self) -> int:
+        """How many replicas there should be, whatever room there is."""
+        return self._replicas.sizing.wants
+
+    @property
+    def most(self) -> int:
+        """How many replicas there may be."""
+        return self._replicas.sizing.most
+
+    @property
     def journal(self) -> Journal:
         return self._replicas.journal
 

@@ -13,6 +13,7 @@ import msgspec
 from services.planner.core import commands
 from services.planner.core.alarms import Alarms
 from services.planner.core.archive import Archive, fitting
+from services.planner.core.census import Census, census
 from services.planner.core.commands import Command
 from services.planner.core.desk import ASK_S, RELEASE_S, Desk, Settings
 from services.planner.core.events import TERMINAL
@@ -187,6 +188,13 @@ class Planner:
             forgotten=trail.forgotten,
             served=tuple(trail.served.values()),
         )
+
+    def census(self) -> tuple[Census, ...]:
+        return census(self._machines.named.values(), self._machines.rooms.waiting)
+
+    @property
+    def nodes(self) -> Collection[NodeInfo]:
+        return self._cluster.nodes.values()
 
     def story(self, subject: str) -> tuple[Transition, ...]:
         """The last transitions that concern an event, a node or a model (by its id)."""

@@ -9,7 +9,6 @@ import pytest
 from ruamel.yaml import YAML
 
 from services.cli.main import main
-from services.health import VARIABLE as VARIABLE_OF_HEALTH
 from services.local.nats_server import find_server
 from shared.bus.credentials import read_credentials
 from shared.config import Config, load
@@ -132,9 +131,12 @@ def test_health_is_asked_of_the_service_itself(name: str) -> None:
     """The check is a command that imports little, because it runs every two seconds while services
     start."""
     kind, *command = OURS[name]["healthcheck"]["test"]
-    assert (kind, command) == ("CMD", ["python", "-m", "services.health"])
-    assert OURS[name]["environment"][VARIABLE_OF_HEALTH].startswith("/tmp/")
-    assert "/tmp" in OURS[name]["tmpfs"]
+    config = config_of(OURS[name])
+    role = OURS[name]["command"][0]
+    of_role = getattr(config, role)
+    port = of_role.port if role == "gateway" else of_role.metrics_port
+    url = f"http://127.0.0.1:{port}/ready"
+    assert (kind, command) == ("CMD", ["python", "-m", "services.health", url])
     assert not OURS[name]["healthcheck"].keys() - set(SERVICES["nats"]["healthcheck"])
 
 

@@ -109,7 +109,7 @@ async def test_a_mode_switch_tells_both_costs(spans: InMemorySpanExporter) -> No
 
 
 def switched(cluster: Cluster) -> dict[str, float]:
-    registry = cluster.service._metrics.registry
+    registry = cluster.service._metrics.families.registry
     name = "lambdascale_gateway_switched_requests_total"
     labels = ({"model": NAME, "choice": choice} for choice in ("moved", "stayed"))
     return {each["choice"]: registry.get_sample_value(name, each) or 0.0 for each in labels}

@@ -417,8 +417,7 @@ async def test_health_says_what_is_missing() -> None:
 
 
 def connections_of(service: GatewayService) -> float:
-    (metric,) = service._metrics.connections.collect()
-    return metric.samples[0].value
+    return service._metrics.connections()
 
 
 async def test_gateways_that_share_a_port_share_the_connections() -> None:

@@ -57,7 +57,9 @@ async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession)
         lines = (await response.text()).splitlines()
     assert f'lambdascale_gateway_requests_total{{end="stop",model="{NAME}"}} 1.0' in lines
     assert f'lambdascale_gateway_generated_tokens_total{{model="{NAME}"}} 12.0' in lines
-    assert f'lambdascale_gateway_ttft_seconds_count{{model="{NAME}"}} 1.0' in lines
+    first = f'gen_ai_server_time_to_first_token_seconds_count{{gen_ai_request_model="{NAME}"}} 1.0'
+    assert first in lines
+    assert f'vllm:time_to_first_token_seconds_count{{model_name="{NAME}"}} 1.0' in lines
     assert f'lambdascale_gateway_queued_requests{{model="{NAME}"}} 0.0' in lines
     assert f'lambdascale_gateway_instances{{model="{NAME}",state="closed"}} 1.0' in lines
     assert f'lambdascale_gateway_instances{{model="{NAME}",state="open"}} 0.0' in lines

@@ -1,0 +1,45 @@
+"""How many replicas each model has and wants, counted when somebody asks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.planner.core.model import ModelMachine
+from shared.ids import ModelId, ModelName
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Census:
+    model: ModelName
+    wanted: int
+    """Replicas that its load fills, or its floor, whatever room there is."""
+    most: int
+    """Replicas that it may have."""
+    complete: int
+    loading: int
+    """Neither counts replicas that drain."""
+    scaling: bool
+    """Whether a scaling event of it runs."""
+    waits: bool
+    """Whether it found no room for what it wants."""
+    nbytes: int
+    """Of one copy."""
+
+
+def census(models: Iterable[ModelMachine], waiting: set[ModelId]) -> tuple[Census, ...]:
+    """`waiting`: the models that found no room."""
+    return tuple(_one(model, model.record.model_id in waiting) for model in models)
+
+
+def _one(model: ModelMachine, waits: bool) -> Census:
+    complete = len(model.fleet.replicas)
+    there = sum(not member.draining for member in model.fleet.members.values())
+    return Census(
+        model=model.record.name,
+        wanted=model.wanted,
+        most=model.most,
+        complete=complete,
+        loading=there - complete,
+        scaling=model.scaling,
+        waits=waits,
+        nbytes=model.record.nbytes,
+    )
