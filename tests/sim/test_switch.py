@@ -42,7 +42,7 @@ class Stays:
     resumed: list[str] = field(default_factory=list)
     """Why attempts ended and requests went on."""
 
-    def switch(self, table: Table, path: Route, target: Route, **_: int) -> routing.Switch:
+    def switch(self, table: Table, path: Route, target: Route, **_: float) -> routing.Switch:
         self.stayed.update(path.requests)
         return routing.Switch(stay_s=0.0, move_s=1.0)
 

@@ -72,7 +72,7 @@ class Model:
         self._checks = Checks(name, model_id, self.table, self._attempts, ledger, rules.check_s)
         self._setbacks = Setbacks(name, self.queue, self._attempts, self._checks, ledger, rules)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._setbacks.requeue)
-        self._moves = Moves(name, self.table, self._attempts, ledger, rules.draw)
+        self._moves = Moves(name, self.table, self.queue, self._attempts, ledger, rules.draw)
 
     @property
     def over(self) -> bool:

@@ -1,5 +1,6 @@
 """Which requests leave a path once replicas can take them over, when, and the record of it."""
 
+from collections.abc import Sized
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -29,11 +30,19 @@ class Judged:
 
 class Moves:
     def __init__(
-        self, name: ModelName, table: Table, attempts: Attempts, ledger: Ledger, draw: routing.Draw
+        self,
+        name: ModelName,
+        table: Table,
+        queue: Sized,
+        attempts: Attempts,
+        ledger: Ledger,
+        draw: routing.Draw,
     ) -> None:
+        """`queue`: the requests that wait for an instance."""
         self._draw = draw
         self._name = name
         self._table = table
+        self._queue = queue
         self._attempts = attempts
         self._ledger = ledger
 
@@ -44,6 +53,7 @@ class Moves:
         """
         judged: list[Judged] = []
         routes = self._table.routes.values()
+        queued = len(self._queue) / max(1, len(self._table.replicas))
         moving = [
             (request, route)
             for route in self._table.moving
@@ -60,7 +70,12 @@ class Moves:
             if request.has_token:
                 context = len(request.prompt) + len(request.tokens)
                 costs = routing.switch(
-                    self._table, source, target, remaining=request.remaining, context=context
+                    self._table,
+                    source,
+                    target,
+                    remaining=request.remaining,
+                    context=context,
+                    behind=queued + target.unanswered,
                 )
             stays = costs is not None and costs.stays
             judged.append(Judged(request, source, costs, stays))

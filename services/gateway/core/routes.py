@@ -167,6 +167,11 @@ class Route:
         """The requests whose attempt runs here. Requests about to move here do not count."""
         return (r for r in self.requests.values() if r.instance == self.instance.id)
 
+    @property
+    def unanswered(self) -> int:
+        """How many of its requests have no token from here yet."""
+        return sum(r.instance != self.instance.id or r.prefill > 0 for r in self.requests.values())
+
     def begin(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here from now on."""
         self.requests[request.id] = request

@@ -125,7 +125,7 @@ def secluded(
 @dataclass(frozen=True, slots=True)
 class Switch:
     """How long a request whose path moves waits for its last token if it stays, and if it moves.
-    In seconds."""
+    What others wait longer because of that is added. In seconds."""
 
     stay_s: float
     move_s: float
@@ -136,7 +136,7 @@ class Switch:
 
 
 def switch(
-    table: Table, path: Route, target: Route, *, remaining: int, context: int
+    table: Table, path: Route, target: Route, *, remaining: int, context: int, behind: float
 ) -> Switch | None:
     """The costs of a request's two ways to its end. It may stay on its path, where its KV is, or
     move to a complete node, which computes the KV of its context anew. None: not measured yet.
@@ -146,7 +146,8 @@ def switch(
     are prefilled first, and then the request's context. After that each token takes a pass with all
     requests there. Both times are as nodes measured them. It is left out that a path keeps its
     nodes busy, because these are the complete nodes: its rows ride on sweeps that run anyway, or
-    that would run for the same tokens on the target. What a move adds is the prefill.
+    that would run for the same tokens on the target. What a move adds is the prefill, which
+    `behind` requests wait for as well: those that wait for their first token there.
 
     lambdaScale (section 4) always recomputes. BlitzScale (section 5.2) lets requests end where
     their KV is. Which of them is right depends on `remaining` and `context`.
@@ -155,4 +156,6 @@ def switch(
         return None
     prefill = target.prompts + context
     token_s = table.decode_s + len(target.requests) * table.prefill_s
-    return Switch(remaining * path.token_s, prefill * table.prefill_s + remaining * token_s)
+    others_s = behind * context * table.prefill_s
+    move_s = prefill * table.prefill_s + others_s + remaining * token_s
+    return Switch(remaining * path.token_s, move_s)

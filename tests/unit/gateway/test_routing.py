@@ -240,12 +240,13 @@ def judged(
     prefill_s: float = 0.001,
     others: int = 0,
     prompts: int = 0,
+    behind: float = 0.0,
 ) -> Switch | None:
     """On a path where a token takes `token_s`, beside a replica with `others` and `prompts`."""
     table, moving, target = Table(), route(path(1, 2)), route(replica(2), requests=others)
     table.decode_s, table.prefill_s = decode_s, prefill_s
     moving.token_s, target.prompts = token_s, prompts
-    return switch(table, moving, target, remaining=remaining, context=context)
+    return switch(table, moving, target, remaining=remaining, context=context, behind=behind)
 
 
 @given(
@@ -256,6 +257,7 @@ def judged(
     prefill_s=SECONDS,
     others=st.integers(0, 64),
     prompts=st.integers(0, 10_000),
+    behind=st.integers(0, 1_000),
 )
 def test_staying_is_for_the_last_tokens_of_long_contexts(
     remaining: int,
@@ -265,11 +267,12 @@ def test_staying_is_for_the_last_tokens_of_long_contexts(
     prefill_s: float,
     others: int,
     prompts: int,
+    behind: int,
 ) -> None:
-    """What says stay, says so for a smaller rest, a longer context, a busier target; on a path that
-    is no slower there is nothing to gain at all."""
+    """What says stay, says so for a smaller rest, a longer context, a busier target, more that
+    wait; on a path that is no slower there is nothing to gain at all."""
 
-    def stays(remaining: int, context: int, others: int, prompts: int) -> bool:
+    def stays(remaining: int, context: int, others: int, prompts: int, behind: int) -> bool:
         found = judged(
             remaining=remaining,
             context=context,
@@ -278,17 +281,19 @@ def test_staying_is_for_the_last_tokens_of_long_contexts(
             prefill_s=prefill_s,
             others=others,
             prompts=prompts,
+            behind=behind,
         )
         assert found is not None
         assert found.stay_s == remaining * token_s
         assert found.stays == (found.stay_s <= found.move_s)
         return found.stays
 
-    if stays(remaining, context, others, prompts):
-        assert remaining == 1 or stays(remaining - 1, context, others, prompts)
-        assert stays(remaining, context + 1, others, prompts)
-        assert stays(remaining, context, others + 1, prompts)
-        assert stays(remaining, context, others, prompts + 1)
+    if stays(remaining, context, others, prompts, behind):
+        assert remaining == 1 or stays(remaining - 1, context, others, prompts, behind)
+        assert stays(remaining, context + 1, others, prompts, behind)
+        assert stays(remaining, context, others + 1, prompts, behind)
+        assert stays(remaining, context, others, prompts + 1, behind)
+        assert stays(remaining, context, others, prompts, behind + 1)
     else:
         assert token_s > decode_s + others * prefill_s
 
@@ -308,6 +313,15 @@ def test_what_is_waited_for_on_the_target() -> None:
     assert found is not None
     assert found.stay_s == pytest.approx(0.5)
     assert found.move_s == pytest.approx(0.25 + 10 * 0.043)
+
+
+def test_what_others_wait_longer_counts() -> None:
+    """Each of those that wait for their first token on the target waits for the context, too."""
+    alone, before_two = (judged(remaining=10, context=200, behind=n) for n in (0, 2))
+    assert alone is not None
+    assert before_two is not None
+    assert before_two.stay_s == alone.stay_s
+    assert before_two.move_s == pytest.approx(alone.move_s + 2 * 0.2)
 
 
 def test_what_is_not_measured_is_not_judged() -> None:

@@ -49,6 +49,18 @@ def test_a_request_moves_where_recomputing_costs_less() -> None:
     assert costs(told.moved_costs) == pytest.approx((50 * 1.0, (60 + 50) * 0.2))
 
 
+def test_a_request_stays_while_others_wait_for_their_first_token() -> None:
+    """A move takes 3 s less, but each of the two others would wait 13 s longer."""
+    driver = Driver(path(1, 2, slots=1))
+    streaming(driver, tokens=50, every_s=1.0)
+    driver.admit("b", "c", prompt=1)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2)
+    commands = driver.publish(*after, step_s=0.225)
+    assert sent(commands) == [("b", "replica-2", 1), ("c", "replica-2", 1)]
+    assert sent(driver.give("b", 1, 0)) == []
+    assert sent(driver.give("c", 1, 0)) == [("a", "replica-2", 2)]
+
+
 def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
     driver = Driver(path(1, 2))
     streaming(driver, tokens=90, every_s=1.0)
