@@ -27,7 +27,7 @@ from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
 from shared.story import Story
-from shared.threads import to_its_end
+from shared.threads import begun, ended
 
 READ_BYTES = 16 << 20
 """Bytes that go to the arena at a time, rounded to whole chunks. Peers read each part once it is
@@ -43,6 +43,16 @@ class _Place:
     manifest: Manifest
     span: Span
     space: ModelSpace
+
+    def copy(self, part: tuple[Wanted, range]) -> "tuple[int, asyncio.Future[None]]":
+        """Begins to copy some chunks of a block out of it: when, and what ends with the copy."""
+        wanted, run = part
+        offset, nbytes = self.manifest.run_range(wanted.block, run)
+        source = self.space.block(wanted.block)[offset : offset + nbytes]
+        into = wanted.into[offset : offset + nbytes]
+        # numpy releases the GIL while it copies.
+        copy = partial(np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8))
+        return wall_ns(), begun(copy)
 
 
 class CacheDraft:
@@ -226,23 +236,23 @@ class HostCache:
         self._story.tell(now(), cause, f"leaves the host cache: {why}", model)
 
     async def read(self, model: ModelId, wanted: Sequence[Wanted]) -> AsyncGenerator[Outcome, None]:
-        """Copies blocks to the arena, like `Store.read`. The bytes were checked when they came."""
+        """Copies blocks to the arena, like `Store.read`. The bytes were checked when they came. The
+        next run is copied while the caller attends to the one before."""
         place = self._places[model]
+        parts = [(each, run) for each in wanted for run in _runs(place.manifest, each)]
         place.span.hold(READER)
+        copies = map(place.copy, parts)
+        copying = next(copies, None)
         try:
-            for each in wanted:
-                for run in _runs(place.manifest, each):
-                    began = wall_ns()
-                    offset, nbytes = place.manifest.run_range(each.block, run)
-                    source = place.space.block(each.block)[offset : offset + nbytes]
-                    into = each.into[offset : offset + nbytes]
-                    # numpy releases the GIL while it copies.
-                    copy = partial(
-                        np.copyto, np.frombuffer(into, np.uint8), np.frombuffer(source, np.uint8)
-                    )
-                    await to_its_end(copy)
-                    yield Verified(each.block, run, began)
+            for each, run in parts:
+                assert copying is not None  # there is one for each part
+                began, work = copying
+                await ended(work)
+                copying = next(copies, None)
+                yield Verified(each.block, run, began)
         finally:
+            if copying is not None:
+                await ended(copying[1])
             place.span.release(READER)
 
     def _free(self, model: ModelId) -> None:

@@ -1,13 +1,16 @@
 """The host cache over real nodes: what moves there, what comes back, and who reads it there."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
+from services.node.checkpoints.packing import digest
+from services.node.checkpoints.reading import Wanted
+from services.node.hosting import host_cache
 from services.node.hosting.host_cache import CacheDraft, HostCache
-from shared import subjects
+from shared import subjects, threads
 from shared.errors import CapacityExceeded, Conflict
 from shared.ids import ModelId, NodeId
 from shared.messages.copies import DropCopy, KeepCopy
@@ -76,6 +79,31 @@ async def test_a_released_copy_moves_and_wakes_with_the_same_tokens(up: Nodes) -
     await up.release("a", Tier.HOST)  # the copy is there already
     await up.until_holds("a", DISK | CACHED)
     assert any("is in the host cache" in text for text in await told(up, "a"))
+
+
+async def test_the_next_block_is_copied_while_the_one_before_is_attended_to(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await up.promoted("a")
+    await up.release("a", Tier.CACHE)
+    cache, begun = up.services["a"]._hosting.cache, list[Callable[[], None]]()
+    manifest = cache._places[up.record.model_id].manifest
+
+    def begin(copy: Callable[[], None]) -> asyncio.Future[None]:
+        begun.append(copy)
+        return threads.begun(copy)
+
+    monkeypatch.setattr(host_cache, "begun", begin)
+    into = [memoryview(bytearray(block.nbytes)) for block in manifest.blocks]
+    wanted = [Wanted(index, each, frozenset()) for index, each in enumerate(into)]
+    seen = []
+    async for _ in cache.read(up.record.model_id, wanted):
+        seen.append(len(begun))
+    assert len(seen) > 2
+    assert seen == [min(n + 2, len(seen)) for n in range(len(seen))]
+    assert [digest(each) for each in into] == [
+        digest(cache._places[up.record.model_id].space.block(n)) for n in range(len(into))
+    ]
 
 
 async def test_peers_pull_from_a_host_cache(up: Nodes) -> None:
