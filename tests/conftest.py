@@ -23,7 +23,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
-from tests.support import dealing
+from tests.support import dealing, forks
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -74,6 +74,10 @@ def pytest_configure(config: pytest.Config) -> None:
         dealing.stand_back(config.workerinput["workerid"])
     else:  # workers are among what may be left
         config.pluginmanager.register(Leftovers())
+
+
+def pytest_sessionfinish() -> None:
+    forks.stop()
 
 
 def pytest_collection_finish() -> None:

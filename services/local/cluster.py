@@ -106,12 +106,15 @@ class Cluster:
     """`start` starts a cluster and `stop` ends it. The running processes are written down at every
     step."""
 
-    def __init__(self, spec: ClusterSpec) -> None:
+    def __init__(self, spec: ClusterSpec, fork_server: ForkServer | None = None) -> None:
+        """`fork_server`: forks the processes of other clusters of this process, too; None: the
+        cluster has its own. Only those of its own are found by their marks (`processes.strays`)."""
         self.spec = spec
         self.state = ClusterState()
         self._lock: int | None = None
         self._nats: NatsServers | None = None
-        self._fork_server = ForkServer(
+        self._shares = fork_server is not None
+        self._fork_server = fork_server or ForkServer(
             processes.log_of(spec.directory, "fork-server"),
             processes.environment(spec.directory, spec.settings),
         )
@@ -253,10 +256,12 @@ class Cluster:
         directory = self.spec.directory
         private_directory(directory / "traces")
         log = processes.log_of(directory, name)
+        private_directory(log.parent)
         log_from = log.stat().st_size if log.exists() else 0
         place = self.spec.places.get(name, HERE)
         merged = {
             **self.spec.settings,
+            **processes.marks(directory),
             "LAMBDASCALE_BUS_URL": self.state.nats_url,
             "LAMBDASCALE_BUS_CREDENTIALS": str(Path(self.state.credentials) / user.directory),
             "LAMBDASCALE_BUS_TLS_AUTHORITY": "",
@@ -400,9 +405,13 @@ class Cluster:
         if self._lock is None:
             return
         await asyncio.to_thread(processes.end_all, self.spec.directory)
-        for child in self._children.values():
-            await asyncio.to_thread(child.process.wait)
-        self._fork_server.stop()
+        children = [child.process for child in self._children.values()]
+        left = [process.pid for process in children if process.poll() is None]
+        await asyncio.to_thread(processes.end, left)
+        for process in children:
+            await asyncio.to_thread(process.wait)
+        if not self._shares:
+            self._fork_server.stop()
         if self._nats is not None:
             await self._nats.stop()
         os.close(self._lock)

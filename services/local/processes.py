@@ -171,9 +171,14 @@ def record(name: str, role: str, pid: int) -> ProcessRecord:
     return ProcessRecord(name, role, pid, _start_ticks(pid), since=time.time())
 
 
+def marks(directory: Path) -> dict[str, str]:
+    """Environment variables that say whose a process is: of the cluster that this process runs."""
+    return {MARK: str(directory.resolve()), HOLDER: str(os.getpid())}
+
+
 def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
     """Of a process of the cluster that this process runs."""
-    return {**os.environ, **settings, MARK: str(directory.resolve()), HOLDER: str(os.getpid())}
+    return {**os.environ, **settings, **marks(directory)}
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -277,17 +282,18 @@ def end_all(directory: Path) -> int:
     there = {process.pid for process in running}.union(strays(directory))
     holder = holder_of(directory)
     if holder and holder.pid != os.getpid():
-        _end([holder.pid], HOLDER_STOP_S)
+        end([holder.pid], HOLDER_STOP_S)
     if any(process.role == NATS for process in running):
         for role in ORDER:
-            _end([process.pid for process in running if process.role == role])
-    _end(strays(directory))  # all at once: without the bus nothing is left to settle
+            end([process.pid for process in running if process.role == role])
+    end(strays(directory))  # all at once: without the bus nothing is left to settle
     with contextlib.suppress(NotADirectoryError):
         (directory / STATE_FILE).unlink(missing_ok=True)
     return len(there)
 
 
-def _end(pids: Collection[int], patience_s: float | None = None) -> None:
+def end(pids: Collection[int], patience_s: float | None = None) -> None:
+    """Sends SIGTERM and, after `patience_s`, SIGKILL; returns once all have ended."""
     alive = {pid: ticks for pid in pids if (ticks := _start_ticks(pid))}
     for number, patience in ((signal.SIGTERM, patience_s or STOP_S), (signal.SIGKILL, STOP_S)):
         for pid in alive:

@@ -34,6 +34,7 @@ from shared.messages.scaling import ImportModel, PlannerQuery, PlannerState
 from shared.messages.serving import Sampling, Submit, Tokens
 from shared.permissions import Role
 from shared.pool_pages import read_pool
+from tests.support import forks
 
 MODEL = ModelName("tiny")
 LIMIT_S = 200.0
@@ -237,7 +238,7 @@ async def running(
         gateways=gateways,
         places=places or {},
     )
-    cluster = Cluster(spec)
+    cluster = Cluster(spec, forks.server())
     await cluster.start()
     try:
         async with NatsBus(bus_config(cluster.state), "test") as bus:
