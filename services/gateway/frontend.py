@@ -240,6 +240,7 @@ class Frontend:
             self._log.warning("not published", subject=subject, error=str(error))
 
     def _checked(self, command: Checked) -> None:
+        self._metrics.checks.labels(command.name, Verdict.WRONG.value)  # 0, not absent, until then
         self._metrics.checks.labels(command.name, command.verdict).inc()
         if command.verdict != Verdict.WRONG.value:
             return

@@ -14,7 +14,7 @@ from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import wall_ns
 from shared.containment import is_containable
-from shared.errors import BusError
+from shared.errors import BusError, DigestMismatch
 from shared.messages import Message
 from shared.messages.pool import NodeInfo
 from shared.messages.scaling import BlockArrived, PullFailed
@@ -39,7 +39,7 @@ class Reports:
         """Blocks that have come since the start, by transport."""
         self.bytes: Counter[str] = Counter()
         """Their bytes."""
-        self.failures: Counter[str] = Counter()
+        self.failures: Counter[str] = Counter({DigestMismatch.code: 0})
         """Blocks that could not be had, by the error's code."""
 
     async def arrived(self, arrival: Arrival, trace: str) -> None:

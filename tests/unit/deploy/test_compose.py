@@ -126,16 +126,19 @@ def test_one_service_makes_the_image_and_none_pulls_it() -> None:
     assert policies == {**dict.fromkeys(FROM_IMAGE, "never"), "init": "missing"}
 
 
+def metrics_port(service: dict[str, Any]) -> int:
+    """Where the service says how it is."""
+    config, role = config_of(service), service["command"][0]
+    of_role = getattr(config, role)
+    return int(of_role.port if role == "gateway" else of_role.metrics_port)
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_health_is_asked_of_the_service_itself(name: str) -> None:
     """The check is a command that imports little, because it runs every two seconds while services
     start."""
     kind, *command = OURS[name]["healthcheck"]["test"]
-    config = config_of(OURS[name])
-    role = OURS[name]["command"][0]
-    of_role = getattr(config, role)
-    port = of_role.port if role == "gateway" else of_role.metrics_port
-    url = f"http://127.0.0.1:{port}/ready"
+    url = f"http://127.0.0.1:{metrics_port(OURS[name])}/ready"
     assert (kind, command) == ("CMD", ["python", "-m", "services.health", url])
     assert not OURS[name]["healthcheck"].keys() - set(SERVICES["nats"]["healthcheck"])
 
