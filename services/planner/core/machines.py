@@ -112,6 +112,12 @@ class Machines:
         for model in list(self.named.values()):
             self.tell(model, act)
 
+    def tell_of_room(self) -> None:
+        """Memory was freed. Who is told first can have it: models of a higher priority, and of
+        these the ones that have waited for longest."""
+        for model in sorted(self.named.values(), key=lambda model: model.turn):
+            self.tell(model, ModelMachine.on_more_room)
+
     def _break(self, model: ModelMachine, error: Exception) -> None:
         """Leaves the model alone for a while, until its machine is made anew."""
         id_, desk = model.record.model_id, self._desk

@@ -5,6 +5,7 @@ members and the instances over them, `standing` and `releases` the nodes that le
 """
 
 from collections.abc import Collection, Iterator
+from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.desk import Desk
@@ -136,6 +137,11 @@ class ModelMachine:
 
     def on_more_room(self) -> None:
         self._replicas.on_more_room()
+
+    @property
+    def turn(self) -> tuple[int, float]:
+        """Models with the least turn get free memory first."""
+        return -self.record.priority, self._replicas.waits_since_ns or inf
 
     def decide_soon(self) -> None:
         self._replicas.decide_soon()

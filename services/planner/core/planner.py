@@ -121,7 +121,7 @@ class Planner:
             self._machines.make_way()
             if desk.room_freed:
                 desk.room_freed = False
-                self._machines.tell_all(lambda model: model.on_more_room())
+                self._machines.tell_of_room()
         wake_at = max(self._alarms.next, now.at + LEAST_WAIT_S)
         if wake_at < self._woken_at:
             self._woken_at = wake_at

@@ -56,7 +56,7 @@ class Replicas:
         self._fleet = fleet
         self._standing = standing
         self._releases = releases
-        self._wanted_ns = 0
+        self.waits_since_ns = 0
         """Since when replicas have been wanted for which no event could begin. 0: none are."""
         self._waits_because = ""
         """Why it waits for room, as it was last told."""
@@ -189,10 +189,10 @@ class Replicas:
             self._decide_by(at + config.tick_s)
         missing = decision.replicas - have - coming
         if missing > 0:
-            self._wanted_ns = self._wanted_ns or self._desk.now.wall_ns
+            self.waits_since_ns = self.waits_since_ns or self._desk.now.wall_ns
             self._grow(decision, missing)
         else:
-            self._wanted_ns, self._no_room = 0, False
+            self.waits_since_ns, self._no_room = 0, False
         self._fleet.within_s = self.record.ttft_s if self._full else 0.0
         if decision.replicas < have and not self.scaling:
             self._shrink(decision)
@@ -309,7 +309,7 @@ class Replicas:
             cause=decision.cause,
             waiting_ns=max(before, min(waiting_ns or detected_ns, detected_ns)),
             detected_ns=detected_ns,
-            wanted_ns=self._wanted_ns,
+            wanted_ns=self.waits_since_ns,
             decided_ns=now.wall_ns,
             expected=expected(
                 self._desk.archive.events.values(), self.record.model_id, settings.scale_up_hold_s
@@ -329,7 +329,7 @@ class Replicas:
         )
 
     def follow(self, event: EventMachine) -> EventMachine:
-        self.event, self._ended, self._wanted_ns = event, False, 0
+        self.event, self._ended, self.waits_since_ns = event, False, 0
         self._fleet.cause = Cause(event.record.id, event.record.trace)
         self._desk.chronicle.begin(event.record.id)
         return event

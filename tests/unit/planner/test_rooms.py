@@ -171,6 +171,21 @@ def test_equals_take_turns() -> None:
     assert len(drained(driver)) == 1
 
 
+def test_room_goes_to_the_model_that_has_waited_for_longest() -> None:
+    """Not to the one that was published first."""
+    driver = serving()
+    driver.publish(model("four"))
+    holds(driver, copy("one", Tier.GPU), copy("two", Tier.GPU), disk=(*DISK, "four"))
+    for waiting in (("four",), ("four", "three"), ("four", "three")):
+        for name in waiting:
+            driver.load(1, name=name, gateway=name)
+        driver.load(0, name="two", gateway="g2", a=2)
+        driver.load(0, name="one", gateway="g1")
+        driver.wait(0.5)
+    told = [transition.text for transition in driver.core.story(id_of("four"))]
+    assert any("one makes room for four" in text for text in told)
+
+
 def test_a_model_keeps_what_it_gave_way_on_no_longer_than_its_requests_run() -> None:
     """More load for the model that gives way does not bring its draining replica back."""
     driver = serving()
