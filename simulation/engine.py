@@ -180,10 +180,7 @@ class ModelledEngine:
             if sequence is None:
                 continue
             self._kv.free((key,))
-            stages, stage = self._models[sequence.model_id].stages, sequence.blocks
-            stages[stage] -= 1
-            if not stages[stage]:
-                del stages[stage]
+            _count(self._models[sequence.model_id].stages, sequence.blocks, -1)
 
     def adopt(
         self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
@@ -264,6 +261,10 @@ class ModelledEngine:
         found, wanted = [], 0
         for row in part.rows:
             sequence = self._kv.find(row.sequence)
+            if sequence and sequence.runs_on(row, part.start):
+                wanted += pages_of(row.count) - len(sequence.pages) if layers else 0
+                found.append(sequence)
+                continue
             if sequence is None and row.position == 0:
                 sequence = KvSequence(row.sequence, model_id, stage, layers, row.limit)
             known = self._checked(row, sequence, model_id, stage)
@@ -273,11 +274,21 @@ class ModelledEngine:
         self._kv.require(model_id, wanted)
         self._aboard(part.rows)
         for index, row in enumerate(part.rows):
+            if found[index].runs_on(row, part.start):
+                self._run_on(found[index], model, part.stop)
+                continue
             if row.position == 0:
                 found[index] = self._kv.start(model_id, stage, layers, row.sequence, row.limit)
                 model.stages[stage] = model.stages.get(stage, 0) + 1
             self._kv.extend(found[index], row.count)
         return found
+
+    def _run_on(self, sequence: KvSequence, model: _Open, stop: int) -> None:
+        before, after = sequence.blocks, (sequence.blocks[0], stop)
+        so_far = range(model.layers[after[0]], model.layers[stop])
+        self._kv.run_on(sequence, stop, so_far)
+        _count(model.stages, before, -1)
+        _count(model.stages, after, 1)
 
     def _checked(
         self, row: Row, sequence: KvSequence | None, model_id: ModelId, stage: tuple[int, int]
@@ -403,6 +414,12 @@ class ModelledSweep:
                 else:
                     riders[number] = kept
         return left
+
+
+def _count(stages: dict[tuple[int, int], int], stage: tuple[int, int], more: int) -> None:
+    stages[stage] = stages.get(stage, 0) + more
+    if not stages[stage]:
+        del stages[stage]
 
 
 def _check_input(part: StagePart, positions: int, model: Model) -> None:

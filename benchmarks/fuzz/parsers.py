@@ -15,7 +15,7 @@ from benchmarks.fuzz.values import Source
 from services.gateway.core.keyed_record import Record
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.safetensors_header import read_header
-from services.node.core.microbatches import Admit, Admitted, Failed, Forward, Free, Sampled
+from services.node.core.microbatches import Admit, Admitted, Failed, Forward, Free, Pull, Sampled
 from services.node.execution import activations
 from services.node.keeper import messages as keeper
 from services.node.transport import rdma_endpoint, wire
@@ -44,7 +44,7 @@ from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventRecord
 
 MAX_PAYLOAD = 1 << 20
-STAGE_MESSAGES = Admit | Admitted | Forward | Sampled | Free | Failed
+STAGE_MESSAGES = Admit | Admitted | Forward | Pull | Sampled | Free | Failed
 PLANNER = Signer("planner", b"p" * 32)
 """Signs some of the capabilities, so that what they say is read, too."""
 SIGNERS = Signers({"planner": PLANNER.public_half})

@@ -16,6 +16,7 @@ with atheris.instrument_imports(include=["services.node", "shared"]):
         Admitted,
         Failed,
         Free,
+        Pull,
         Sampled,
         StageMessage,
     )
@@ -75,6 +76,7 @@ def examples() -> list[bytes]:
         FORWARD,
         Admit(FORWARD.path, 1, "r1#1", 3, 9),
         Admitted(1, "r1#1"),
+        Pull("tcp://h:1", 7),
         Sampled(5, (("r1#1", ()), ("r2#4", (99, 7)))),
         Free(("r1#1",)),
         Failed(("r1#1",), "capacity", "no room"),

@@ -94,6 +94,15 @@ class CheckedEngine:
     """Blocks for which a sequence's KV has come from other nodes."""
     moved: int = 0
     """How many sequences go on with KV from other nodes."""
+    blocks: set[int] = field(default_factory=set)
+    """The blocks that have arrived here."""
+    stages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The blocks in which each sequence that began here has KV."""
+    ran_on: int = 0
+    """How often a part went on where one before had left its sequences."""
+
+    def held(self, model_id: ModelId) -> set[int]:
+        return self.blocks
 
     @property
     def kv_used(self) -> int:
@@ -138,7 +147,20 @@ class CheckedEngine:
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True
 
+    def run_on(self, part: Part) -> None:
+        self.ran_on += 1
+        for row in part.rows:
+            start, stop = self.stages[row.sequence]
+            assert (stop, row.tokens) == (part.start, ())
+            assert self.kv[row.sequence] == (row.count, row.count, row.limit)
+            self.stages[row.sequence] = start, part.stop
+
     def join(self, part: Part) -> None:
+        if part.stage == 0:
+            assert set(range(part.start, part.stop)) <= self.blocks
+        if part.resumes_at:
+            self.run_on(part)
+            return
         rows = part.rows
         had = {row.sequence: self.kv.get(row.sequence, (0, 0, 0))[1] for row in rows}
         ends = {row.sequence: max(row.position + row.count, had[row.sequence]) for row in rows}
@@ -150,6 +172,9 @@ class CheckedEngine:
                 assert row.sequence not in self.made, "KV made twice"
                 self.made.add(row.sequence)
                 self.kv[row.sequence] = (0, 0, row.limit)
+                self.stages[row.sequence] = part.start, part.stop
+            if row.sequence in self.stages:
+                assert self.stages[row.sequence] == (part.start, part.stop), "cut elsewhere"
             stays, reached, limit = self.kv[row.sequence]
             assert stays <= row.position <= reached
             assert limit == row.limit >= row.position + row.count
@@ -235,6 +260,8 @@ class Network:
         self.last: dict[str, Submit] = {}
         """The last attempt of each request."""
         engines = {name: CheckedEngine(capacities[name]) for name in NODES}
+        for engine in engines.values():
+            engine.blocks = {0, 1, 2}
         self.nodes = {
             name: Node(
                 Batcher(
@@ -244,6 +271,7 @@ class Network:
                     speculation=3,
                     kv=engine,
                     worth=lambda *_: True,
+                    held=engine.held,
                 ),
                 engine,
             )
@@ -269,6 +297,8 @@ class Network:
         node = message.stages[0].node
         if node in self.dead:
             return
+        for each in message.stages:
+            self.nodes[each.node].engine.blocks |= set(range(each.start, each.stop))
         key = sequence_key(message.request, message.attempt)
         try:
             commands = self.nodes[node].batcher.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
@@ -338,9 +368,15 @@ class Network:
     def late(self, name: str, key: str) -> None:
         self.do(name, self.nodes[name].batcher.late(key))
 
+    def attach(self, name: str) -> None:
+        """The next block that the node lacks has come."""
+        engine = self.nodes[name].engine
+        engine.blocks.add(min(set(range(BLOCKS)) - engine.blocks))
+
     def begin(self, name: str) -> bool:
         """Begins a sweep; whether there was anything for it."""
         node = self.nodes[name]
+        self.do(name, node.batcher.pull(()))
         parts = node.batcher.take()
         node.batcher.validate()
         if parts:
@@ -353,6 +389,7 @@ class Network:
         node = self.nodes[name]
         assert node.sweep is not None
         sweep = node.sweep
+        self.do(name, node.batcher.pull(sweep.parts))
         self.join(name, sweep, node.batcher.join(sweep.model_id, sweep.at, sweep.parts))
         sweep.at = max(sweep.at, min((part.start for part in sweep.parts), default=sweep.at)) + 1
         left = [part for part in sweep.parts if part.stop == sweep.at]
@@ -362,6 +399,8 @@ class Network:
             if part.rows:
                 vectors = node.engine.vectors(part)
                 self.do(name, node.batcher.ran(part, drawn, None, scored(part), vectors))
+        if not sweep.parts:
+            self.join(name, sweep, node.batcher.join(sweep.model_id, sweep.at, ()))
         if not sweep.parts:
             node.sweep = None
 
@@ -422,7 +461,8 @@ class Network:
         ask = command.ask
         stays = self.nodes[name].engine.kv[ask.sequence][0]
         assert ask.end <= stays, "KV is lent that is not there"
-        here = KvHere(ask.taker, ask.stage, f"kv of {ask.sequence}")
+        region = f"kv of {ask.sequence}"
+        here = KvHere(ask.taker, ask.stage, region, start=ask.start, stop=ask.stop)
         self.sent(name, Send(ask.to, here, cause=command.cause))
 
     def sent(self, name: str, command: Send) -> None:
@@ -605,6 +645,8 @@ def happen(network: Network, draw: st.DataObject) -> None:
     choices += [("begin", name) for name in live if network.nodes[name].sweep is None]
     choices += [("advance", name) for name in live if network.nodes[name].sweep is not None] * 2
     choices += [("prepare", name) for name in live if network.nodes[name].preparing]
+    lacking = [name for name in live if len(network.nodes[name].engine.blocks) < BLOCKS]
+    choices += [("attach", name) for name in lacking]
     choices += [("cancel", key) for key in network.open]
     choices += [("bring", name) for name in live if network.nodes[name].bringing] * 2
     if draw.draw(st.integers(0, 9)) == 0:
@@ -621,6 +663,8 @@ def happen(network: Network, draw: st.DataObject) -> None:
             network.begin(name)
         case ("advance", str(name)):
             network.advance(name)
+        case ("attach", str(name)):
+            network.attach(name)
         case ("prepare", str(name)):
             bad = draw.draw(st.sampled_from([None, None, None, Failure("bad_input", "no grammar")]))
             network.prepare(name, bad)

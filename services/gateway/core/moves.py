@@ -77,7 +77,7 @@ class Moves:
                     context=context,
                     behind=queued + target.unanswered,
                 )
-            stays = costs is not None and costs.stays
+            stays = costs.stays if costs else not request.has_token and _runs(source, target)
             judged.append(Judged(request, source, costs, stays))
             if not stays:
                 self._attempts.begin_move(request, target, now)
@@ -119,6 +119,13 @@ class Moves:
             cause=self._ledger.cause,
         )
         self._ledger.out.append(switched)
+
+
+def _runs(path: Route, target: Route) -> bool:
+    """Whether the target is a replica on a node that runs the path's prompts anyway, as the first
+    stage or the second one: these share them as they can."""
+    first_two = {stage.node for stage in path.instance.stages[:2]}
+    return target.instance.is_replica and target.instance.leader in first_two
 
 
 def _goes_on(request: Request) -> bool:

@@ -15,9 +15,13 @@ from shared.slots import Account
 SMOOTHING = 16
 """The time from one token to the next is averaged over this many tokens."""
 PROMPTS_AHEAD = 4096
-"""Nothing more is sent to a node, or to an instance of capacity 1, that has more than this many
-tokens of prompts left to prefill. They keep it busy, and further requests would wait there in vain
+"""Nothing more is sent to a node, or to an instance of capacity 1, that has this many tokens of
+prompts left to prefill. They keep it busy, and further requests would wait there in vain
 when another instance appears."""
+IN_LINE = 2.0
+"""As many times as much is sent to the first stage of a path, unless its part of that keeps it as
+busy as a replica. More would only wait there: it has run most of the blocks of so many prompts
+before the next stage takes them."""
 _NOTHING = 1e-6
 """Sums of weights are no less than this, but for what rounding leaves of them."""
 
@@ -107,8 +111,16 @@ class Route:
             instance.state is InstanceState.SERVING
             and len(self.requests) + self.others.requests < instance.slots
             and instance.capacity > 0
-            and self.prompts <= self.prompts_ahead * instance.capacity
+            and self.prompts < self._most_prompts
         )
+
+    @property
+    def _most_prompts(self) -> float:
+        """The first stage of a path runs prompts on while the next one is busy, and so works ahead
+        of it."""
+        if len(self.places) > 1:
+            return self.prompts_ahead * min(1 / self.places[0].share, IN_LINE)
+        return self.prompts_ahead * self.instance.capacity
 
     def _note_room(self) -> None:
         """To be called after each change that `has_room` depends on."""
@@ -154,12 +166,12 @@ class Route:
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths
-        that get no new requests. A replica has the slots that it was granted. Where a suspect is
-        tried, nothing else begins."""
+        that get no new requests. A replica has the slots that it was granted. Prompts wait where
+        their paths begin. Where a suspect is tried, nothing else begins."""
         node, stages = place.node, len(self.places)
         return (
             not node.suspects
-            and node.prompts <= node.prompts_ahead
+            and (node.prompts < node.prompts_ahead or place is not self.places[0])
             and (stages == 1 or node.account.has_room(stages, place.weight))
         )
 

@@ -28,6 +28,7 @@ from services.node.core.following import Follower
 from services.node.core.handover import Worth, lend, secret_of
 from services.node.core.kv import Kv
 from services.node.core.leading import Leader
+from services.node.core.live_scaling import Held, Line
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -44,6 +45,7 @@ from services.node.core.microbatches import (
     KvHere,
     Part,
     Path,
+    Pull,
     Return,
     Sampled,
     Send,
@@ -62,7 +64,10 @@ from shared.messages.serving import Cancel, Logprobs, Submit
 GROW_AFTER = 100
 """Steps become smaller when the engine has no memory. They grow again whenever this many parts have
 run."""
-STOP, BUG, GRAMMAR, LATE = "stop", "bug", "grammar", "late KV"
+BUSY = 8
+"""A stage that has this part of a step of prompts to run asks for no more. To run fewer than that
+takes hardly less time, as the weights are read in any case."""
+STOP, BUG, GRAMMAR, LATE, PULL = "stop", "bug", "grammar", "late KV", "idle"
 """Causes of commands that no message and no batch caused."""
 
 
@@ -76,9 +81,10 @@ class Batcher:
         speculation: int = 0,
         kv: Kv,
         worth: Worth = lambda model_id, positions, nbytes: False,
+        held: Held = lambda model_id: (),
     ) -> None:
         """`speculation`: the most tokens that are proposed for a sequence in a step. `worth`: when
-        KV is copied from another node."""
+        KV is copied from another node. `held`: the blocks that can be run here."""
         self._handled = Handled()
         self._kv = kv
         self._room = Room(node, slots, kv, self._claims)
@@ -89,6 +95,7 @@ class Batcher:
             room=self._room,
             handled=self._handled,
             worth=worth,
+            line=Line(held),
         )
         self._follower = Follower(node, kv, self._room, self._handled)
         self._step_tokens = self._most_tokens = step_tokens
@@ -124,6 +131,8 @@ class Batcher:
             case Admitted():
                 self._leader.admitted(message, self._tick())
                 return []
+            case Pull():
+                return self._leader.pulled(message)
             case Forward():
                 return self._follower.forward(message, hidden, self._tick())
             case Sampled():
@@ -217,20 +226,37 @@ class Batcher:
                 parts.append(part)
                 room = max(0, room - part.positions)
         self._follower.take(parts)
+        self._leader.line.take(parts)
         return tuple(self._speculated(parts))
 
     def join(self, model_id: ModelId, at: int, aboard: Iterable[Part]) -> tuple[Part, ...]:
         """The parts that may join a sweep which has come to block `at` with these parts aboard."""
-        if not self._follower.queue:
+        if not (self._follower.queue or self._leader.line):
             return ()
+        waiting = [*self._leader.line.pieces(), *self._follower.queue]
         room = self._step_tokens - sum(part.positions for part in aboard)
         parts: list[Part] = []
-        for _, part in self._follower.queue:
+        for _, part in sorted(waiting, key=lambda found: found[0]):
             if part.model_id == model_id and part.start >= at and part.positions <= room:
                 parts.append(part)
                 room -= part.positions
         self._follower.take(parts)
+        self._leader.line.take(parts)
         return tuple(parts)
+
+    def pull(self, aboard: Iterable[Part]) -> list[Command]:
+        """Asks for prompts that first stages have run, if there is room for them in a step.
+        `aboard`: the parts of the sweep that is under way."""
+        if not self._follower.may_pull:
+            return []
+        parts = (*aboard, *(part for _, part in self._follower.queue))
+        rows = (row for part in parts for row in part.rows)
+        busy = sum(row.count for row in rows if row.position == 0 or row.count - row.proposed > 1)
+        busy += self._leader.backlog
+        if busy > self._step_tokens // BUSY:
+            return []
+        self._handled.cause = PULL
+        return self._follower.pull(self._step_tokens - busy)
 
     def ran(
         self,
@@ -348,6 +374,7 @@ class Batcher:
         for lane in self._leader.led.lanes.values():
             if (since := lane.waiting_since) is not None:
                 yield since, lane
+        yield from self._leader.line.pieces()
         yield from self._follower.queue
 
     def _part(self, source: Lane | Part, room: int, *, first: bool) -> Part | None:
@@ -366,13 +393,15 @@ class Batcher:
         spare = self._speculative - sum(part.positions for part in parts)
         speculates = spare > 0 and bool(parts) and self._room.free_kv(parts[0].model_id) >= 0
         for part in parts:
-            if speculates and part.stage == 0:
+            if speculates and part.start == 0:
                 plain = part.positions
                 part = self._leader.propose(part, spare)
                 spare -= part.positions - plain
             yield part
 
     def _passed_on(self, part: Part, hidden: Hidden | None) -> list[Command]:
+        if part.stage == 0:
+            return self._leader.passed(part, hidden)
         if not any(self._alive(part, key) for key in part.keys):
             return []
         rows = tuple(msgspec.structs.replace(row, tokens=(), image=b"") for row in part.rows)

@@ -37,6 +37,7 @@ from services.node.core.microbatches import (
     Part,
     Path,
     Prepare,
+    Pull,
     Release,
     Send,
 )
@@ -125,6 +126,11 @@ class Follower:
         self.preparing: dict[SequenceKey, Part] = {}
         """Rows whose grammars are being made. After that they are queued."""
         self._over: Recent[SequenceKey, None] = Recent()
+        self._unbegun: dict[SequenceKey, str] = {}
+        """Sequences of which this node is the second stage, and has run nothing, with their
+        leaders."""
+        self._pulled_from: str | None = None
+        """The leader that was asked for prompts, and has not sent any yet."""
 
     def admit(self, message: Admit, tick: int) -> list[Command]:
         """Keeps room for a sequence, or tells its leader why not. ProtocolViolation if the question
@@ -154,15 +160,35 @@ class Follower:
         except CapacityExceeded as error:
             return [self._failed(path, [key], Failure(error.code, str(error)))]
         self.sequences[key] = followed
-        return [Send(path.leader, Admitted(message.stage, key), cause=self._handled.cause)]
+        if message.pulls and message.stage == 1:
+            self._unbegun[key] = path.leader
+        admitted = Admitted(message.stage, key, takes_cuts=message.pulls)
+        return [Send(path.leader, admitted, cause=self._handled.cause)]
+
+    @property
+    def may_pull(self) -> bool:
+        """Whether leaders may have prompts for this node, and none was asked for them."""
+        return bool(self._unbegun) and self._pulled_from is None
+
+    def pull(self, positions: int) -> list[Command]:
+        """Asks the leader of the earliest sequence for its prompts."""
+        key, leader = next(iter(self._unbegun.items()))
+        followed = self.sequences[key]
+        self._pulled_from = leader
+        mine = followed.path.stages[followed.stage].address
+        return [Send(leader, Pull(mine, positions), cause=self._handled.cause)]
 
     def forward(self, message: Forward, hidden: Hidden | None, tick: int) -> list[Command]:
         """Takes in a micro-batch to run. ProtocolViolation if it is not for this node."""
         self._check_mine(message.path, message.stage)
         astray = [row.sequence for row in message.rows if not self._goes_on(row, message.path)]
         part = Part.of(message, hidden).without(astray)
+        if message.path.leader == self._pulled_from:
+            self._pulled_from = None
         for row in part.rows:
+            self._unbegun.pop(row.sequence, None)
             followed = self.sequences[row.sequence]
+            followed.path = message.path
             followed.position = row.position + row.count
             followed.certain = followed.position - row.proposed
         return [*self._queue(part, tick), *self._refused(message.path, astray)]
@@ -218,7 +244,8 @@ class Follower:
         fits = row.position + row.count <= followed.limit == row.limit
         follows = followed.certain <= row.position <= followed.position
         ready = followed.state is State.READY
-        return followed.path == path and follows and fits and ready
+        known = followed.path == path or (not followed.position and _recut(followed.path, path))
+        return known and follows and fits and ready
 
     def _path_of(self, key: SequenceKey) -> Path | None:
         followed = self.sequences.get(key)
@@ -305,6 +332,9 @@ class Follower:
         for key in keys:
             self._over[key] = None
             self.preparing.pop(key, None)
+            self._unbegun.pop(key, None)
+        if self._pulled_from not in self._unbegun.values():
+            self._pulled_from = None
         known = tuple(key for key in keys if self.sequences.pop(key, None) is not None)
         if not known:
             return []
@@ -315,3 +345,10 @@ class Follower:
     def _failed(self, path: Path, keys: Collection[SequenceKey], why: Failure) -> Send:
         failed = Failed(tuple(keys), why.code, why.message)
         return Send(path.leader, failed, cause=self._handled.cause)
+
+
+def _recut(known: Path, path: Path) -> bool:
+    """Whether only the first stage of `path` reaches further than that of `known`, at the cost of
+    the second one (`services.node.core.live_scaling`)."""
+    cut = path.stages[0].stop
+    return known.stages[0].stop < cut < known.stages[1].stop and known.cut_at(cut) == path

@@ -18,7 +18,7 @@ prompt: the *secret* of a sequence is a digest of its request and of its prompt.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from hashlib import blake2b
 
 import msgspec
@@ -78,7 +78,8 @@ def lend(ask: KvAsk, path: Path | None, stage: int, secret: bytes, cause: str) -
     None: the sequence is not here."""
     if path is not None and secret and ask.secret == secret:
         ours = path.stages[stage]
-        if (ours.start, ours.stop) == (ask.start, ask.stop):
+        if ask.any_cut or (ours.start, ours.stop) == (ask.start, ask.stop):
+            ask = msgspec.structs.replace(ask, start=ours.start, stop=ours.stop)
             return Lend(ask, cause=cause)
     return Send(ask.to, KvHere(ask.taker, ask.stage), cause=cause)
 
@@ -95,6 +96,8 @@ class Taking:
     end: int
     left: set[int]
     """Stages of that path whose KV is not here yet."""
+    blocks: set[int] = field(default_factory=set)
+    """The blocks of the other stages."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -128,11 +131,7 @@ class Takings:
             first = self._kv.receive(model_id, sequence.key, tuple(sequence.tokens), sequence.limit)
         except CapacityExceeded:
             return None
-        left = {
-            index
-            for index, stage in enumerate(submit.kv_from)
-            if first < end and self._kv.keeps(model_id, stage.start, stage.stop)
-        }
+        left = set(range(len(submit.kv_from))) if first < end else set()
         source = sequence_key(submit.request, submit.takes_over)
         taking = Taking(sequence, source, first, end, left)
         self._takings[sequence.key] = taking
@@ -145,14 +144,19 @@ class Takings:
         taking = self._takings.get(message.taker)
         if taking is None or message.stage not in taking.left:
             return []
-        if not message.region:
-            return None
         stage = taking.stages[message.stage]
+        start, stop = (message.start, message.stop) if message.stop else (stage.start, stage.stop)
+        if stop > taking.stages[-1].stop:
+            return None
+        if not message.region:
+            model_id = taking.sequence.path.model_id
+            nothing = message.stop and not self._kv.keeps(model_id, start, stop)
+            return self._came(taking, message.stage, (start, stop)) if nothing else None
         return [
             Bring(
                 message.taker,
                 message.stage,
-                (stage.start, stage.stop),
+                (start, stop),
                 (taking.first, taking.end),
                 stage.address,
                 message,
@@ -160,13 +164,20 @@ class Takings:
             )
         ]
 
-    def brought(self, bring: Bring) -> list[Command]:
-        """A stage's KV is in the sequence's pages."""
+    def brought(self, bring: Bring) -> list[Command] | None:
+        """A stage's KV is in the sequence's pages. None: the stages' parts do not make a whole."""
         taking = self._takings.get(bring.sequence)
         if taking is None or bring.stage not in taking.left:
             return []
-        taking.left.remove(bring.stage)
-        return [] if taking.left else self._ask_to_yield(taking)
+        return self._came(taking, bring.stage, bring.blocks)
+
+    def _came(self, taking: Taking, stage: int, blocks: tuple[int, int]) -> list[Command] | None:
+        taking.left.remove(stage)
+        taking.blocks.update(range(*blocks))
+        if taking.left:
+            return []
+        whole = len(taking.blocks) == taking.stages[-1].stop
+        return self._ask_to_yield(taking) if whole else None
 
     def end(self, key: SequenceKey) -> int | None:
         """Forgets the taking. Returns how many positions have come: 0 if not all have; None if
@@ -174,7 +185,7 @@ class Takings:
         taking = self._takings.pop(key, None)
         if taking is None:
             return None
-        if taking.left:
+        if taking.left or (taking.blocks and len(taking.blocks) < taking.stages[-1].stop):
             return 0
         self._kv.received(key, tuple(taking.sequence.tokens[: taking.end]))
         return taking.end
@@ -207,6 +218,7 @@ class Takings:
             taking.end,
             sequence.path.leader,
             sequence.key,
+            any_cut=True,
         )
         return Send(stage.address, ask, cause=self._handled.cause)
 

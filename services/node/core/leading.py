@@ -29,10 +29,13 @@ other instances may have room.
 from collections.abc import Collection, Iterable
 from dataclasses import replace
 
+import msgspec
+
 from services.node.core.answers import scores_of, tokens_of, vector_of
 from services.node.core.handover import Takings, Worth, secret_of
 from services.node.core.kv import Kv
 from services.node.core.led import Led
+from services.node.core.live_scaling import Line
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -41,10 +44,13 @@ from services.node.core.microbatches import (
     Emit,
     Failure,
     Finish,
+    Forward,
     Handled,
+    Hidden,
     KvHere,
     Part,
     Prepare,
+    Pull,
     Release,
     Sampled,
     Send,
@@ -52,6 +58,7 @@ from services.node.core.microbatches import (
     Yield,
     Yielded,
     frees,
+    offsets_of,
 )
 from services.node.core.recent import Recent
 from services.node.core.room import Room
@@ -81,6 +88,7 @@ class Leader:
         room: Room,
         handled: Handled,
         worth: Worth,
+        line: Line,
     ) -> None:
         self._node = node
         self._handled = handled
@@ -90,6 +98,7 @@ class Leader:
         self.led = Led()
         self.takings = Takings(kv, room, handled, worth)
         """What `preparing` sequences take over."""
+        self.line = line
         self._short = False
         """Whether some waited for KV at the last step."""
         self._attempts: Recent[RequestId, int] = Recent()
@@ -169,13 +178,13 @@ class Leader:
         """Asks the other stages for room."""
         self.led.prepare(sequence)
         others = list(enumerate(sequence.path.stages))[1:]
-        sequence.unanswered = {stage for stage, _ in others}
+        sequence.unanswered, sequence.takes_cuts = {stage for stage, _ in others}, True
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
         alone_until, secret = sequence.submit.alone_until, secret_of(sequence.submit)
         return [
             Send(
                 each.address,
-                Admit(path, stage, key, tokens, limit, alone_until, secret),
+                Admit(path, stage, key, tokens, limit, alone_until, secret, pulls=True),
                 cause=self._handled.cause,
             )
             for stage, each in others
@@ -187,6 +196,7 @@ class Leader:
         if sequence is None or message.stage not in sequence.unanswered:
             return
         sequence.unanswered.remove(message.stage)
+        sequence.takes_cuts &= message.takes_cuts
         if not sequence.unanswered:
             del self.led.preparing[sequence.key]
             self._begin(sequence, tick)
@@ -239,7 +249,8 @@ class Leader:
         return self.take_over(message.taker) if commands is None else commands
 
     def kv_brought(self, bring: Bring, *, right: bool) -> list[Command]:
-        return self.takings.brought(bring) if right else self.take_over(bring.sequence)
+        commands = self.takings.brought(bring) if right else None
+        return self.take_over(bring.sequence) if commands is None else commands
 
     def yielded(self, message: Yielded) -> list[Command]:
         return self.take_over(message.taker, message.generated)
@@ -273,6 +284,12 @@ class Leader:
             return [Send(message.to, Yielded(message.taker, ()), cause=self._handled.cause)]
         sequence.yields_to = message
         return [] if sequence.flight is not None else self.end([sequence], None)
+
+    @property
+    def backlog(self) -> int:
+        """Positions of prompts that are to be run here, and are in no micro-batch."""
+        ready = (s for s in self.led.running.values() if s.flight is None and not s.decodes)
+        return sum(s.prompt - s.position for s in (*ready, *self.led.waiting))
 
     def propose(self, part: Part, spare: int) -> Part:
         """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
@@ -334,6 +351,43 @@ class Leader:
                 over.append(sequence)
         return commands + self.end(over, None) + self.end(cut, WRONG_TOKENS)
 
+    def passed(self, part: Part, hidden: Hidden | None) -> list[Command]:
+        """A part is through the first stage of a path. First micro-batches of prompts wait in line
+        for the next stage."""
+        rows = tuple(msgspec.structs.replace(row, tokens=(), image=b"") for row in part.rows)
+        part = replace(part, rows=rows, hidden=hidden, offsets=offsets_of(rows))
+        running = self.led.running
+        part = part.without([key for key in part.keys if key not in running])
+        first = {row.sequence for row in part.rows if row.position == 0}
+        first = {key for key in first if running[key].takes_cuts}
+        later, waits = part.without(first), part.without(set(part.keys) - first)
+        for key in first:
+            running[key].in_line = True
+        if first:
+            self.line.add(waits, min(running[key].admitted for key in first))
+        forwards = [self._forward(later)] if later.rows else []
+        return forwards + self._pass_on()
+
+    def pulled(self, message: Pull) -> list[Command]:
+        self.line.pull(message.by, message.positions)
+        return self._pass_on()
+
+    def _pass_on(self) -> list[Command]:
+        """Passes on what has waited longest in line, as far as next stages take it."""
+        commands: list[Command] = []
+        while part := self.line.next():
+            for key in part.keys:
+                sequence = self.led.running[key]
+                sequence.in_line = False
+                self.led.cut(sequence, part.path)
+            commands.append(self._forward(part))
+        return commands
+
+    def _forward(self, part: Part) -> Command:
+        message = Forward(part.path, part.stage + 1, part.batch, part.rows)
+        to = part.path.followers[part.stage]
+        return Send(to, message, part.hidden, part.offsets, cause=self._handled.cause)
+
     def failed(self, keys: Iterable[SequenceKey], failure: Failure) -> list[Command]:
         found = (self.led.running.get(key) or self.led.preparing.get(key) for key in keys)
         return self.end([sequence for sequence in found if sequence], failure)
@@ -360,6 +414,7 @@ class Leader:
         told: list[Command] = []
         for sequence in sequences:
             self.led.end(sequence)
+            self.line.drop([sequence.key])
             takes = self.takings.end(sequence.key) is not None
             if sequence.started or sequence.grammar or sequence.received or takes:
                 released.append(sequence.key)
@@ -383,7 +438,7 @@ def _check_goes_on(sequence: Sequence) -> None:
     """TransportTimeout if other nodes have the same micro-batch, or the same question, as when this
     was last asked. A micro-batch that waits its turn here is no concern, since this node answers.
     """
-    now = ASKING if sequence.unanswered else sequence.flight
+    now = ASKING if sequence.unanswered else None if sequence.in_line else sequence.flight
     before, sequence.asked_in = sequence.asked_in, now
     if now is not None and now == before and sequence.path.followers:
         nodes = ", ".join(stage.node for stage in sequence.path.stages)

@@ -44,8 +44,23 @@ class Led:
     def run(self, sequence: Sequence) -> None:
         sequence.to(State.RUNNING)
         self.running[sequence.key] = sequence
+        self._join_lane(sequence)
+
+    def _join_lane(self, sequence: Sequence) -> None:
         lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
         lane.sequences[sequence.key] = sequence
+
+    def _leave_lane(self, sequence: Sequence) -> None:
+        lane = self.lanes[sequence.path]
+        del lane.sequences[sequence.key]
+        if not lane.sequences:
+            del self.lanes[sequence.path]
+
+    def cut(self, sequence: Sequence, path: Path) -> None:
+        """The running sequence goes on over this path: the same nodes, cut elsewhere."""
+        self._leave_lane(sequence)
+        sequence.path = path
+        self._join_lane(sequence)
 
     def end(self, sequence: Sequence) -> None:
         sequence.to(State.OVER)
@@ -54,10 +69,7 @@ class Led:
         if self.running.pop(sequence.key, None) is None:
             self.waiting.remove(sequence)
             return
-        lane = self.lanes[sequence.path]
-        del lane.sequences[sequence.key]
-        if not lane.sequences:
-            del self.lanes[sequence.path]
+        self._leave_lane(sequence)
 
     def validate(self) -> None:
         """For tests. AssertionError: what is kept here cannot be."""
@@ -89,6 +101,7 @@ def _validate_running(sequence: Sequence) -> None:
     assert sequence.state is State.RUNNING
     assert not sequence.unanswered, "a sequence runs on a path that may lack room"
     assert (sequence.flight is None) == (sequence.row is None)
+    assert sequence.flight is not None or not sequence.in_line
     assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
     assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
     if row := sequence.row:

@@ -1,10 +1,11 @@
 """Micro-batches: what the stages of a path tell each other, and what the scheduler asks of its
 shell.
 
-`Admit`, `Admitted`, `Forward`, `Sampled`, `Free`, `Failed` and the messages about KV that moves
-(`services.node.core.handover`) cross between nodes (`services.node.execution.activations` has their
-wire form). `Send`, `Release`, `Prepare`, `Lend`, `Bring`, `Return`, `Settled` and `Emit` are
-commands of the scheduler; each names its cause, and a message carries that of its `Send` along.
+`Admit`, `Admitted`, `Pull`, `Forward`, `Sampled`, `Free`, `Failed` and the messages about KV that
+moves (`services.node.core.handover`) cross between nodes
+(`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare`, `Lend`,
+`Bring`, `Return`, `Settled` and `Emit` are commands of the scheduler; each names its cause, and a
+message carries that of its `Send` along.
 The scheduler passes hidden states on and never looks inside.
 """
 
@@ -47,6 +48,14 @@ class Path(msgspec.Struct, frozen=True):
     def goes_through(self, address: str) -> bool:
         return any(stage.address == address for stage in self.stages)
 
+    def cut_at(self, block: int) -> "Path":
+        """The path with its first stage up to this block, and the second one from there on."""
+        if block == self.stages[0].stop:
+            return self
+        first = msgspec.structs.replace(self.stages[0], stop=block)
+        second = msgspec.structs.replace(self.stages[1], start=block)
+        return Path(self.model_id, (first, second, *self.stages[2:]))
+
 
 class StageMessage(msgspec.Struct, frozen=True, tag_field="kind"):
     """A message from one node of a path to another."""
@@ -73,6 +82,8 @@ class Admit(StageMessage, frozen=True, tag="admit"):
     secret: bytes = b""
     """Who takes this stage's KV over names it: see `services.node.core.handover`. Empty: nobody
     can."""
+    pulls: bool = False
+    """Whether the second stage may ask for prompts (`Pull`), and gets them then."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -84,10 +95,23 @@ class Admitted(StageMessage, frozen=True, tag="admitted"):
 
     stage: int
     sequence: SequenceKey
+    takes_cuts: bool = False
+    """Whether the sequence's first micro-batch may come with a path whose first stage reaches
+    further than was asked about (`services.node.core.live_scaling`)."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
         return (self.sequence,)
+
+
+class Pull(StageMessage, frozen=True, tag="pull"):
+    """Second stage -> leader: it has hardly any prompts to run, and takes some that the first stage
+    has run (`services.node.core.live_scaling`)."""
+
+    by: str
+    """Its address."""
+    positions: int
+    """How many it takes. It takes a first micro-batch whole."""
 
 
 class Forward(StageMessage, frozen=True, tag="forward"):
@@ -155,7 +179,7 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
     """Of that path."""
     start: int
     stop: int
-    """The blocks of that stage."""
+    """The blocks of that stage, as the path was planned."""
     first: int
     end: int
     """The positions, first <= position < end: whole pages."""
@@ -163,6 +187,9 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
     """The new leader's address."""
     taker: SequenceKey
     """The sequence there."""
+    any_cut: bool = False
+    """Whether the stage may lend other blocks, if the path was cut elsewhere for this sequence
+    (`services.node.core.live_scaling`)."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -180,6 +207,9 @@ class KvHere(StageMessage, frozen=True, tag="kv_here"):
     """What its bytes mean."""
     digest: bytes = b""
     """BLAKE3."""
+    start: int = 0
+    stop: int = 0
+    """The stage's blocks, if it was asked for any. Without a region: it would have lent these."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -229,11 +259,12 @@ class Part:
     hidden: Hidden | None = None
     offsets: tuple[int, ...] = ()
     """Where each row's positions begin in `hidden`."""
+    resumes_at: int = 0
+    """The block from which on it runs, if a part before has brought it there."""
 
     @classmethod
     def of(cls, forward: Forward, hidden: Hidden | None) -> "Part":
-        ends = accumulate((row.count for row in forward.rows), initial=0)
-        offsets = tuple(ends)[:-1]
+        offsets = offsets_of(forward.rows)
         return cls(forward.path, forward.stage, forward.batch, forward.rows, hidden, offsets)
 
     @property
@@ -242,7 +273,7 @@ class Part:
 
     @property
     def start(self) -> int:
-        return self.path.stages[self.stage].start
+        return self.resumes_at or self.path.stages[self.stage].start
 
     @property
     def stop(self) -> int:
@@ -267,6 +298,11 @@ class Part:
         )
 
 
+def offsets_of(rows: Sequence[Row]) -> tuple[int, ...]:
+    """Where each row's positions begin if they come one after the other."""
+    return tuple(accumulate((row.count for row in rows), initial=0))[:-1]
+
+
 class Failure(msgspec.Struct, frozen=True):
     """Why sequences end before their time. `code` is the code of a `shared.errors` class."""
 
@@ -287,6 +323,8 @@ class Send(_Command):
     address: str
     message: StageMessage
     hidden: Hidden | None = None
+    offsets: tuple[int, ...] = ()
+    """Where the positions of each row of a `Forward` begin in `hidden`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -94,6 +94,10 @@ class Sequence:
     """The micro-batch that it is in."""
     row: Row | None = None
     """Its row in that micro-batch."""
+    takes_cuts: bool = False
+    """Whether all other stages of its path do: see `Admitted`."""
+    in_line: bool = False
+    """Whether the micro-batch waits for the next stage (`services.node.core.live_scaling`)."""
     asked_in: int | None = None
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
     unanswered: set[int] = field(default_factory=set)
@@ -238,7 +242,7 @@ class Sequence:
         row = self.row
         assert row is not None
         self.position += row.kept(len(drawn))
-        self.flight, self.row, self.ready = None, None, tick
+        self.flight, self.row, self.ready, self.in_line = None, None, tick, False
         if self.speculation and row.proposed:
             self.speculation.settle(row.proposed, len(drawn) - 1)
 
@@ -248,7 +252,7 @@ class Sequence:
         self.preempted += 1
         self.rename()
         self.prompt, self.position, self.received = len(self.tokens), 0, 0
-        self.flight, self.row = None, None
+        self.flight, self.row, self.in_line = None, None, False
 
     def rename(self) -> None:
         """What was said about it so far is not meant for it any more."""
@@ -296,8 +300,9 @@ class Lane:
     @property
     def flights(self) -> set[int]:
         """Micro-batches that are out. A micro-batch whose sequences have all ended is not waited
-        for."""
-        return {s.flight for s in self.sequences.values() if s.flight is not None}
+        for, nor is what waits for the next stage."""
+        sequences = self.sequences.values()
+        return {s.flight for s in sequences if s.flight is not None and not s.in_line}
 
     @property
     def waiting_since(self) -> int | None:

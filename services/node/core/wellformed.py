@@ -21,6 +21,7 @@ from services.node.core.microbatches import (
     KvDone,
     KvHere,
     Path,
+    Pull,
     Sampled,
     StageMessage,
     Yield,
@@ -43,6 +44,9 @@ def check(message: StageMessage) -> None:
             _check_keys(message.keys)
             if not 0 < stage < END:
                 raise _malformed(f"stage {stage} admits")
+        case Pull(by, positions):
+            if not (by and 0 < positions < END):
+                raise _malformed(f"{positions} positions are pulled by {by!r}")
         case Forward():
             _check_forward(message)
         case Sampled():
@@ -56,6 +60,8 @@ def check(message: StageMessage) -> None:
             _check_keys(message.keys)
             if isinstance(message, Yielded):
                 _check_ids(message.generated)
+            if isinstance(message, KvHere) and not 0 <= message.start <= message.stop < END:
+                raise _malformed(f"KV of blocks {message.start} to {message.stop}")
         case KvDone():
             pass
         case _:

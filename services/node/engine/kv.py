@@ -25,7 +25,7 @@ import torch
 
 from services.node.core.kv import PAGE, pages_of
 from services.node.core.kv_slabs import NOTHING, Slabs
-from services.node.engine.base import SequenceKey
+from services.node.engine.base import Row, SequenceKey
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.pages import Pages
@@ -65,6 +65,11 @@ class KvSequence:
     """The digest of the tokens of these pages."""
     tail: list[int] = field(default_factory=list)
     """Known tokens after these pages."""
+
+    def runs_on(self, row: Row, start: int) -> bool:
+        """Whether the row, from block `start` on, goes on where a part before has left its
+        sequence's stage: the same positions, in further blocks."""
+        return self.blocks[1] == start and (row.position, row.count) == (0, self.length)
 
     def slots(self, first: int, count: int) -> list[int]:
         return [self.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, first + count)]
@@ -329,6 +334,18 @@ class KvCache:
                 layers = self.of_layers(sequence.model_id, sequence.layers)
                 layers[:, last : last + PAGE].zero_()
         sequence.length, sequence.proposed = end, proposed
+
+    def run_on(self, sequence: KvSequence, stop: int, layers: range) -> None:
+        """The stage that began the sequence goes on to block `stop`, so that it has these layers.
+        Its positions stay the same. CapacityExceeded changes nothing."""
+        new = range(sequence.layers.stop if sequence.layers else layers.start, layers.stop)
+        pages = pages_of(sequence.length) - len(sequence.pages)
+        if new and pages:
+            sequence.pages += self._take(sequence, pages)
+        if new and self._models[sequence.model_id].erased:
+            last = sequence.pages[-1] * PAGE
+            self.of_layers(sequence.model_id, new)[:, last : last + PAGE].zero_()
+        sequence.blocks, sequence.layers = (sequence.blocks[0], stop), layers
 
     def truncate(self, sequence: KvSequence, length: int) -> None:
         """Takes back the proposed positions from `length` on. The sequence keeps their pages, since

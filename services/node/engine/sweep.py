@@ -259,6 +259,11 @@ class TorchSweep:
             sequence = self._kv.find(row.sequence) or self._kv.start(
                 self._model_id, (part.start, part.stop), layers, row.sequence, row.limit
             )
+            if sequence.runs_on(row, part.start):
+                so_far = model.layers_with_kv(sequence.blocks[0], part.stop)
+                self._kv.run_on(sequence, part.stop, so_far)
+                sequences.append(sequence)
+                continue
             self._kv.truncate(sequence, row.position)
             self._kv.extend(sequence, row.count, row.proposed)
             sequences.append(sequence)

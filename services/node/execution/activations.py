@@ -17,6 +17,7 @@ from services.node.core.microbatches import (
     KvAsk,
     KvDone,
     KvHere,
+    Pull,
     Sampled,
     StageMessage,
     Yield,
@@ -34,7 +35,18 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 _Message = (
-    Admit | Admitted | Forward | Sampled | Free | Failed | KvAsk | KvHere | KvDone | Yield | Yielded
+    Admit
+    | Admitted
+    | Pull
+    | Forward
+    | Sampled
+    | Free
+    | Failed
+    | KvAsk
+    | KvHere
+    | KvDone
+    | Yield
+    | Yielded
 )
 
 

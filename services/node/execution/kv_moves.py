@@ -34,7 +34,7 @@ class KvMoves:
 
     def lend(self, command: Lend) -> None:
         ask = command.ask
-        none = KvHere(ask.taker, ask.stage)
+        none = KvHere(ask.taker, ask.stage, start=ask.start, stop=ask.stop)
         try:
             blocks = ask.start, ask.stop
             loan = self._engine.lend(ask.sequence, blocks, ask.first, ask.end)
@@ -45,7 +45,8 @@ class KvMoves:
 
         def done(region: str, digest: bytes) -> None:
             self._engine.give_back(loan)
-            here = KvHere(ask.taker, ask.stage, region, form, digest) if region else none
+            there = region, form, digest, ask.start, ask.stop
+            here = KvHere(ask.taker, ask.stage, *there) if region else none
             self._listener.lent(command, here)
 
         if self._mover is None:

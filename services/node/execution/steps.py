@@ -53,7 +53,7 @@ from services.node.execution.checks import check_prompt, check_width
 from services.node.execution.grammars import Aside, Grammars
 from services.node.execution.kv_moves import KvMoves, Post
 from services.node.execution.outbox import Outbox
-from services.node.execution.sweeps import Ran, Sweeps, failure_of, tensor_of
+from services.node.execution.sweeps import Ran, Sweeps, failure_of, rows_of, tensor_of
 from services.node.transport.base import Buffer
 from shared import telemetry
 from shared.errors import (
@@ -109,6 +109,7 @@ class Steps:
             speculation=speculation,
             kv=engine,
             worth=lambda *what: kv_mover is not None and worth(*what),
+            held=engine.held,
         )
         self._ran = ran
         self._send = send
@@ -355,8 +356,10 @@ class Steps:
                 self._out.put(command)
             case Send():
                 self._tell_sent(command)
-                hidden = tensor_of(command.hidden)
-                self._send(command.address, *activations.encode(command.message, hidden, cause))
+                message, hidden = command.message, tensor_of(command.hidden)
+                if isinstance(message, Forward) and command.offsets:
+                    hidden = rows_of(hidden, message.rows, command.offsets)
+                self._send(command.address, *activations.encode(message, hidden, cause))
 
     def _tell(self, cause: str, text: str, *sequences: SequenceKey) -> None:
         requests = {request_of(key) for key in sequences}

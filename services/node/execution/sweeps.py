@@ -1,6 +1,6 @@
 """The sweep that is under way: parts get aboard, blocks are run, and what got off is handed on."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 
@@ -8,6 +8,7 @@ import torch
 
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Command, Failure, Hidden, Part
+from services.node.core.rows import Row
 from services.node.engine.base import Bell, Engine, PartResult, RowsRefused, StagePart, Sweep
 from shared.errors import CapacityExceeded, EngineFailed, LambdaScaleError
 from shared.ids import ModelId
@@ -66,6 +67,7 @@ class Sweeps:
     def begin(self, now: float) -> float | None:
         """Runs the next block for everything that waits for it: see `Steps.begin`."""
         run = self._run
+        self._do(self._batcher.pull(run.parts.values() if run else ()))
         if run is None:
             parts = self._batcher.take()
             if not parts:
@@ -97,6 +99,9 @@ class Sweeps:
                     part, result.sampled, result.hidden, result.logprobs, result.vectors
                 )
                 self._do(commands)
+        if not run.parts:  # what was only waiting for these results may go on with the sweep
+            for part in self._batcher.join(run.model_id, run.sweep.at, ()):
+                self._join(run, part)
         if not run.parts:
             self._run = None
             self._tell(run, now)
@@ -165,8 +170,17 @@ def tensor_of(hidden: Hidden | None) -> torch.Tensor | None:
 def _stage_part(part: Part) -> StagePart:
     """The part as the engine takes it: block numbers for the path, and the hidden states of the
     rows that are left."""
-    hidden = tensor_of(part.hidden)
-    if hidden is not None and part.positions < hidden.shape[0]:
-        pairs = zip(part.rows, part.offsets, strict=True)
-        hidden = torch.cat([hidden[start : start + row.count] for row, start in pairs])
-    return StagePart(part.start, part.stop, part.rows, hidden)
+    return StagePart(
+        part.start, part.stop, part.rows, rows_of(part.hidden, part.rows, part.offsets)
+    )
+
+
+def rows_of(
+    hidden: Hidden | None, rows: Sequence[Row], offsets: Sequence[int]
+) -> torch.Tensor | None:
+    """The hidden states of these rows, one after the other."""
+    tensor = tensor_of(hidden)
+    if tensor is None or sum(row.count for row in rows) == tensor.shape[0]:
+        return tensor
+    pairs = zip(rows, offsets, strict=True)
+    return torch.cat([tensor[start : start + row.count] for row, start in pairs])

@@ -57,6 +57,14 @@ def test_prompts_before_a_path_that_is_no_longer_used_count_on_its_nodes() -> No
     assert [i for _, i, _ in sent(driver.admit("e"))] == ["replica-1"]
 
 
+def test_a_path_takes_prompts_ahead_by_what_its_first_stage_has_to_do() -> None:
+    step = PROMPTS_AHEAD // 2
+    driver = Driver(path(1, 2))
+    assert len(sent(driver.admit(*"abcdefgh", prompt=step))) == 4
+    many = Driver(path(*range(1, 9)))
+    assert len(sent(many.admit(*"abcdefgh", prompt=step))) == 4, "it would only wait there"
+
+
 def test_paths_over_a_node_share_its_slots() -> None:
     """Those that drain as well; half a slot a sequence, in every second pass."""
     driver = Driver()

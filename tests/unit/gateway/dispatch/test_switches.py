@@ -65,10 +65,10 @@ def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
     driver = Driver(path(1, 2))
     streaming(driver, tokens=90, every_s=1.0)
     driver.admit("b", "c", prompt=10)
-    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=1)
+    after = path(1, 2, state=InstanceState.MOVING), replica(3, slots=1)
     (told,) = switches(driver.publish(*after, step_s=0.2))
     assert (told.moved, told.stayed, told.waiting) == (("b",), 0, 2)
-    after = path(1, 2, state=InstanceState.MOVING), replica(2, slots=3)
+    after = path(1, 2, state=InstanceState.MOVING), replica(3, slots=3)
     (told,) = switches(driver.publish(*after, step_s=0.2))
     assert (told.moved, told.stayed, told.waiting) == (("c",), 1, 0)
 
@@ -77,8 +77,17 @@ def test_a_request_without_kv_moves_whatever_it_costs() -> None:
     driver = Driver(path(1, 2))
     streaming(driver, tokens=99, every_s=1.0)
     driver.admit("b", prompt=1000, max_tokens=1)
-    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(2), step_s=10.0)
-    assert sent(commands) == [("b", "replica-2", 1 + 1)]
+    commands = driver.publish(path(1, 2, state=InstanceState.MOVING), replica(3), step_s=10.0)
+    assert sent(commands) == [("b", "replica-3", 1 + 1)]
+
+
+def test_a_prompt_stays_with_the_nodes_that_share_it() -> None:
+    """The first two stages of a path take prompts from each other as they can."""
+    driver = Driver(path(1, 2, 3))
+    driver.admit("a", prompt=1000, max_tokens=9)
+    moving = path(1, 2, 3, state=InstanceState.MOVING)
+    assert sent(driver.publish(moving, replica(2))) == []
+    assert sent(driver.publish(moving, replica(3))) == [("a", "replica-3", 2)]
 
 
 def test_without_measurements_requests_move() -> None:
@@ -96,7 +105,7 @@ def test_those_without_a_token_move_first_and_then_those_with_the_least_kv() -> 
     driver.give("long", 1, 0)
     driver.give("short", 1, 0)
     moving = path(1, 2, state=InstanceState.MOVING)
-    (first,) = sent(driver.publish(moving, replica(1, slots=1)))
+    (first,) = sent(driver.publish(moving, replica(3, slots=1)))
     assert first[0] == "none"
-    (second,) = sent(driver.publish(moving, replica(1, slots=1), replica(2, slots=1)))
+    (second,) = sent(driver.publish(moving, replica(3, slots=1), replica(4, slots=1)))
     assert second[0] == "short"

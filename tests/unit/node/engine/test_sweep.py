@@ -28,7 +28,7 @@ from services.node.engine.linear import Form
 from services.node.engine.model import Step
 from services.node.engine.processors import Logits, Processor
 from services.node.engine.weights import LayerUnit
-from shared.errors import BadInput, CapacityExceeded, NotFound
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.messages.serving import LogitRules, Sampling
 from tests.unit.node.engine.models import MODEL, Model, part, row, run, run_all
 
@@ -358,3 +358,41 @@ def test_the_floor_is_shared_among_the_blocks_that_are_run(model: Model) -> None
         due.append(sweep.due_s)
     assert [*due, sweep.due_s] == pytest.approx([0.1, 0.2])
     assert model.engine().begin(MODEL).due_s == 0
+
+
+@pytest.mark.parametrize("cpu_weights", ["packed", "stored"])
+@pytest.mark.parametrize("length", [7, 40])
+def test_a_stage_that_runs_on_block_by_block_gives_the_tokens_of_transformers(
+    model: Model, monkeypatch: pytest.MonkeyPatch, cpu_weights: Form, length: int
+) -> None:
+    """The first stage goes from block to block with what it made, in one sweep and in others, and
+    the cut stays where the rest was taken over (`services.node.core.live_scaling`)."""
+    monkeypatch.setattr(model, "cpu_weights", cpu_weights)
+    prompt = [(5 * i) % 96 for i in range(length)]
+    first, second = model.engine(0, 5), model.engine(2)
+    one = row("s", 0, prompt, draw=0)
+    hidden = run(first, part([one], 0, 1)).hidden
+    other = row("t", 0, prompt[::-1], draw=0)
+    for block in (1, 2, 3):
+        riders = [part(untokened([one]), block, block + 1, hidden)]
+        if block == 2:
+            riders.append(part([other], 0, 4))
+        hidden = run_all(first, riders)[0].hidden
+    ((token,),) = run(second, part(untokened([one]), 4, LAST, hidden)).sampled
+    tokens = [token]
+    for index in range(1, 6):
+        step = row("s", length + index - 1, [tokens[-1]], draw=index)
+        hidden = run(first, part([step], 0, 4)).hidden
+        ((token,),) = run(second, part(untokened([step]), 4, LAST, hidden)).sampled
+        tokens.append(token)
+    assert tokens == model.expected_tokens(prompt, 6)
+
+
+def test_a_stage_runs_on_only_from_where_it_is(model: Model) -> None:
+    engine = model.engine()
+    one = row("s", 0, PROMPT, draw=0)
+    hidden = run(engine, part([one], 0, 2)).hidden
+    for start, rows in ((3, [one]), (1, [one]), (2, [row("s", 0, PROMPT[:-1])])):
+        given = hidden[: len(rows[0].tokens)] if hidden is not None else None
+        with pytest.raises((BadInput, Conflict)):
+            engine.begin(MODEL).join(part(untokened(rows), start, 4, given))
