@@ -15,8 +15,8 @@ from services.gateway.frontend import Frontend
 from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import Metrics
 from services.gateway.replies.parts import Part
-from shared import telemetry
-from shared.clock import now, wall_ns
+from services.gateway.request_span import RequestSpan
+from shared.clock import now
 from shared.errors import LambdaScaleError
 from shared.messages.pool import ModelRecord
 from shared.messages.serving import Logprobs
@@ -60,23 +60,20 @@ class Generation:
         record: ModelRecord,
         choices: list[Choice],
         prompt_tokens: int,
-        trace: str,
+        span: RequestSpan,
         tab: Tab,
         at_once: int | None = None,
     ) -> None:
-        """`trace`: the client's traceparent, or "". `at_once`: how many choices wait or run at a
+        """`span`: of the call that it is for. `at_once`: how many choices wait or run at a
         time; the others follow as these end. None: all."""
         self.record = record
         self.choices = choices
         self.prompt_tokens = prompt_tokens
         self._frontend = frontend
         self._metrics = metrics
-        self._trace = trace
-        self._own = telemetry.new_trace(trace)
-        """The request's span."""
-        self._exemplar = telemetry.exemplar(self._own)
+        self._span = span
         self._tab = tab
-        self._arrived, self._arrived_ns = now(), wall_ns()
+        self._arrived = now()
         self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
         self.outlet: Outlet | None = None
         """Takes deltas as they come, while it is ready and `deltas` has given all before them."""
@@ -122,6 +119,7 @@ class Generation:
         self._tab.let_in(len(first), most)
         for choice in begun:
             choice.request.share = self._tab.share
+            choice.request.trace = self._span.own
         try:
             self._frontend.begin({choice.request: partial(take, choice) for choice in first})
         except LambdaScaleError:
@@ -145,28 +143,25 @@ class Generation:
         )
         if self.open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
-        self._record_span()
+        self._describe()
 
-    def _record_span(self) -> None:
-        """Records the `request` span, linked to the scaling events whose instances served it."""
+    def _describe(self) -> None:
+        """Says in the call's span what became of it."""
         requests = [choice.request for choice in self.choices]
-        telemetry.record(
-            "request",
-            start_ns=self._arrived_ns,
-            end_ns=wall_ns(),
-            parent=self._trace,
-            own=self._own,
-            attributes={
-                "model": self.record.name,
-                "call": requests[0].call,
-                "requests": " ".join(request.id for request in requests),
-                "prompt_tokens": self.prompt_tokens,
-                "completion_tokens": self.generated,
-                "attempts": sum(request.attempt for request in requests),
-                "ended": not self.open,
-            },
-            links=[trace for request in requests for trace in request.traces],
-        )
+        finished = dict.fromkeys(choice.finish for choice in self.choices if choice.finish)
+        self._span.attributes |= {
+            "gen_ai.request.model": self.record.name,
+            "gen_ai.usage.input_tokens": self.prompt_tokens,
+            "gen_ai.usage.output_tokens": self.generated,
+            "gen_ai.response.finish_reasons": ",".join(finished),
+            "requests": " ".join(request.id for request in requests),
+            "attempts": sum(request.attempt for request in requests),
+            "cached_tokens": self._cached_tokens(),
+        }
+        if self.open:
+            self._span.error = self._failed
+        for request in requests:
+            self._span.link(request.traces)
 
     async def deltas(self, patience_s: float | None) -> AsyncIterator[list[Delta]]:
         """The pieces that came since the last time, until all choices have ended. ApiError if a
@@ -278,7 +273,7 @@ class Generation:
         name, count = self.record.name, len(choice.tokens)
         if count == 1:
             choice.first_at = now()
-            trace = self._exemplar
+            trace = self._span.exemplar
             self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived, trace)
             waited_s = max(0.0, choice.request.submitted_at - self._arrived)
             self._metrics.queue_s.labels(name).observe(waited_s, trace)
@@ -287,5 +282,5 @@ class Generation:
             self._metrics.requests.labels(name, choice.finish).inc()
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
-                self._metrics.tpot.labels(name).observe(mean, self._exemplar)
-            self._metrics.duration.labels(name).observe(now() - self._arrived, self._exemplar)
+                self._metrics.tpot.labels(name).observe(mean, self._span.exemplar)
+            self._metrics.duration.labels(name).observe(now() - self._arrived, self._span.exemplar)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
+from services.node.attempt_spans import AttemptSpans
 from services.node.core.handover import is_worth
 from services.node.core.profile import Profiler
 from services.node.core.told import Telling
@@ -124,6 +125,7 @@ class NodeService(Service):
         self._sent_bytes = 0
         self.node = NodeId(config.id)
         directory = Path(config.data_dir).absolute()
+        self._spans = AttemptSpans(self.node)
         self._keeper = KeeperLink(directory, self.node, keep_s)
         self._notice: NoticeWatch | None = None
         if config.notice:
@@ -478,15 +480,18 @@ class NodeService(Service):
 
     async def _submit(self, message: Submit) -> Ok:
         self._owners.begun(message)
+        self._spans.begun(message)
         try:
             await self._worker.submit(message)
-        except BaseException:
+        except BaseException as error:
+            self._spans.refused(message, error)
             self._owners.over(message.gateway, message.request, message.attempt)
             raise
         return Ok()
 
     async def _on_cancel(self, message: Cancel) -> None:
         self._owners.cancelled(message)
+        self._spans.cancelled(message)
         self._worker.cancel(message)
 
     async def _import(self, message: ImportModel) -> ModelImported:
@@ -510,6 +515,7 @@ class NodeService(Service):
         while True:
             gateway, tokens = await self._tokens.get()
             self._owners.told(gateway, tokens)
+            self._spans.told(tokens)
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 

@@ -110,6 +110,7 @@ class Attempts:
         assert gateway is not None
         return Submit(
             cause=self._ledger.cause,
+            trace=request.trace,
             request=request.id,
             attempt=move.attempt if move else request.attempt,
             takes_over=request.attempt if move else 0,

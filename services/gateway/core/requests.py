@@ -77,6 +77,8 @@ class Request:
     time that it has spent on instances since."""
     share: Share = ALONE
     """What it waits as."""
+    trace: str = ""
+    """The traceparent of the span of its API call; empty: no traces are kept."""
     call: str = ""
     """The id of the API call that it belongs to (`X-Request-ID`)."""
     session: str = ""

@@ -10,7 +10,7 @@ from services.gateway.generation import Generation
 from services.gateway.http import sending
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import CALLER, ID
+from services.gateway.http.outer import CALLER, ID, SPAN
 from services.gateway.images import ImageDecoder
 from services.gateway.metrics import Metrics
 
@@ -60,10 +60,15 @@ class Classification:
         sight = await self._models.sight(record)
         pixels = await self._decoder.pixels(body.image, sight.input)
         choice = classify.choice_of(body, pixels, sight, record, request[ID])
-        trace = request.headers.get("traceparent", "")
         tab = Tab(self._books, request[CALLER])
         generation = Generation(
-            self._frontend, self._metrics, record, [choice], record.context_length, trace, tab
+            self._frontend,
+            self._metrics,
+            record,
+            [choice],
+            record.context_length,
+            request[SPAN],
+            tab,
         )
         async with generation:
             async for _ in generation.deltas(None):

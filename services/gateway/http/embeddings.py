@@ -9,7 +9,7 @@ from services.gateway.frontend import Frontend
 from services.gateway.generation import Generation
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import CALLER, ID
+from services.gateway.http.outer import CALLER, ID, SPAN
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 
@@ -68,7 +68,7 @@ class Embeddings:
             record,
             choices,
             tokens,
-            request.headers.get("traceparent", ""),
+            request[SPAN],
             Tab(self._books, request[CALLER]),
             AT_ONCE,
         )

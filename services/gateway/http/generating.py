@@ -22,7 +22,7 @@ from services.gateway.history import Dialogue
 from services.gateway.http import sending
 from services.gateway.http.call import SESSION
 from services.gateway.http.models import ServedModels
-from services.gateway.http.outer import CALLER, ID
+from services.gateway.http.outer import CALLER, ID, SPAN
 from services.gateway.idempotency import Key, key_of, marks_of
 from services.gateway.keyed_answers import KeyedAnswers
 from services.gateway.metrics import Metrics
@@ -83,10 +83,9 @@ class Generating:
         seed = None if key is None else key.seed
         choices = choices_of(asked, record, lingo, read, request[ID], seed)
         prompt_tokens = sum(len(prompt) for prompt in read.prompts)
-        trace = request.headers.get("traceparent", "")
         tab = Tab(self._books, request[CALLER], asked.tier)
         generation = Generation(
-            self._frontend, self._metrics, record, choices, prompt_tokens, trace, tab
+            self._frontend, self._metrics, record, choices, prompt_tokens, request[SPAN], tab
         )
         codec = lingo.codec
         if key is not None:

@@ -16,6 +16,7 @@ from services.gateway.http import openapi, sending
 from services.gateway.keyring import Keyring
 from services.gateway.messages.errors import error_body
 from services.gateway.metrics import Metrics
+from services.gateway.request_span import CLIENT_LEFT, RequestSpan
 from shared.clock import wall_ns
 from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
@@ -28,6 +29,7 @@ OPEN_BELOW = "/page/"
 ID = web.RequestKey("request_id", str)
 CALLER = web.RequestKey("caller", Caller)
 """Who sent it. Set for every call but those of OPEN."""
+SPAN = web.RequestKey("span", RequestSpan)
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:-]{0,127}")
 _FOR_PAGE = web.RequestKey("for_page", dict[str, str])
 """Headers with which a page of another origin may read the answer."""
@@ -55,8 +57,16 @@ class Outer:
     async def middleware(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         given = request.headers.get("X-Request-ID", "")
         request[ID] = given if _REQUEST_ID.fullmatch(given) else new_id("req")
-        with self._connections.serving(request.transport):
-            return await self._answer(request, handler)
+        span = request[SPAN] = RequestSpan(request.headers.get("traceparent", ""), request[ID])
+        status = CLIENT_LEFT
+        try:
+            with self._connections.serving(request.transport):
+                response = await self._answer(request, handler)
+            status = response.status
+            return response
+        finally:
+            if request.method == "POST":  # the others ask no model for anything
+                span.end(request.method, _route(request), status)
 
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:
@@ -69,6 +79,7 @@ class Outer:
                 request[CALLER] = self._keyring.caller(given, wall_ns())
             response = await handler(request)
         except ApiError as error:
+            request[SPAN].error = request[SPAN].error or error.code or ""
             response = _error_response(request, error)
         except web.HTTPException as error:
             response = _error_response(request, _of_http(request, error))
@@ -81,9 +92,7 @@ class Outer:
         except Exception:  # the supervised boundary of all handlers
             self._log.exception("request failed", path=request.path, request=request[ID])
             response = _error_response(request, ApiError(500, sending.FAILED))
-        resource = request.match_info.route.resource
-        route = resource.canonical if resource else "none"
-        self._metrics.responses.labels(route, str(response.status)).inc()
+        self._metrics.responses.labels(_route(request), str(response.status)).inc()
         return response
 
     async def set_headers(self, request: web.Request, response: web.StreamResponse) -> None:
@@ -94,6 +103,11 @@ class Outer:
         if CALLER in request:
             response.headers.update(self._books.headers(request[CALLER]))
         response.headers.update(request.get(_FOR_PAGE, {}))
+
+
+def _route(request: web.Request) -> str:
+    resource = request.match_info.route.resource
+    return resource.canonical if resource else "none"
 
 
 def _of_http(request: web.Request, error: web.HTTPException) -> ApiError:

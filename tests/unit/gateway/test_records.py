@@ -52,7 +52,9 @@ async def test_a_request_is_a_span_linked_to_the_event_that_served_it(
         await cluster.until(lambda: bool(named(spans, "request")))
         (span,) = named(spans, "request")
         assert span.attributes
-        assert span.attributes["completion_tokens"] == len(TEXT) + 1  # and the one that ends it
+        assert (
+            span.attributes["gen_ai.usage.output_tokens"] == len(TEXT) + 1
+        )  # and the one that ends it
         assert span.attributes["attempts"] == 1
         assert [link.context.span_id for link in span.links] == [event.get_span_context().span_id]
 

@@ -243,3 +243,13 @@ def test_two_processes_of_one_name_have_a_file_each(tmp_path: Path) -> None:
         file.shutdown()
     SpanFile(tmp_path / "planner.jsonl").shutdown()  # the next process goes on with the file
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_caller_cannot_keep_spans_from_being_recorded(tmp_path: Path) -> None:
+    as_service("gateway", tmp_path)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
+    own = telemetry.new_trace(parent)
+    telemetry.record("request", start_ns=1, end_ns=2, parent=parent, own=own)
+    (request,) = read(tmp_path, "gateway")
+    assert own == f"00-{request['trace_id']}-{request['span_id']}-01"
+    assert f"00-{request['trace_id']}-{request['parent_id']}-00" == parent
