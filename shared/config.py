@@ -218,6 +218,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     kv_share: Share = 1.0
     """The share of that memory which this node takes if `kv_bytes` is 0. Less than 1 if several
     nodes share a machine or a device."""
+    adapter_bytes: Size = 256 << 20
+    """Memory for LoRA adapters, where the engine computes. Those that were used last stay in it."""
     slots: Count = 8
     """How many sequences a full replica runs at once."""
     step_tokens: Count = 512

@@ -63,6 +63,13 @@ class NotReady(LambdaScaleError):
     code = "not_ready"
 
 
+class AdapterUnavailable(LambdaScaleError):
+    """A request's adapter could not be loaded on a node. The node's other requests are not
+    affected."""
+
+    code = "adapter_unavailable"
+
+
 class EngineFailed(LambdaScaleError):
     """A node's engine raised, or did not come back, while it ran the request and others."""
 

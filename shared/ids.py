@@ -16,6 +16,8 @@ ModelName = NewType("ModelName", str)
 """What users call a model in requests."""
 ModelId = NewType("ModelId", str)
 """Digest of a model's manifest: a model with changed weights is another model."""
+NO_ADAPTER = ModelId("")
+"""In place of an adapter's id."""
 GatewayId = NewType("GatewayId", str)
 InstanceId = NewType("InstanceId", str)
 EventId = NewType("EventId", str)

@@ -80,7 +80,7 @@ TOPICS = (
     Topic(subjects.REGISTRY_MODEL_REMOVE, says=OPERATOR, hears=REGISTRY),
     Topic(subjects.REGISTRY_MODEL_SET, says=OPERATOR, hears=REGISTRY),
     Topic(subjects.REGISTRY_MODELS, says=PLANNER | GATEWAY | NODE | OPERATOR, hears=REGISTRY),
-    Topic(subjects.REGISTRY_SOURCES, says=PLANNER, hears=REGISTRY),
+    Topic(subjects.REGISTRY_SOURCES, says=PLANNER | NODE, hears=REGISTRY),
     Topic(subjects.REGISTRY_RESERVE, says=PLANNER, hears=REGISTRY),
     Topic(subjects.REGISTRY_UNRESERVE, says=PLANNER, hears=REGISTRY),
     Topic(subjects.REGISTRY_PULSE, says=REGISTRY, hears=REGISTRY),
@@ -121,6 +121,8 @@ TOPICS = (
     Topic(subjects.node_distrust(_NODE_ID), says=GATEWAY, hears=NODE),
     Topic(subjects.node_story(_NODE_ID), says=OPERATOR, hears=NODE),
     Topic(subjects.node_submit(_NODE_ID), says=GATEWAY, hears=NODE),
+    Topic(subjects.node_adapted(_NODE_ID), says=GATEWAY, hears=NODE),
+    Topic(subjects.node_adapter(_NODE_ID), says=NODE, hears=NODE),
     Topic(subjects.node_cancel(_NODE_ID), says=GATEWAY, hears=NODE),
     Topic(subjects.compiled(_ANY), says=NODE, hears=NODE),
     # --- gateways ---

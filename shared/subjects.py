@@ -140,6 +140,16 @@ def node_submit(node: NodeId) -> str:
     return f"{of_node(node)}submit"
 
 
+def node_adapted(node: NodeId) -> str:
+    """Submit with an adapter. A node of the release before would not see the adapter, and does not
+    listen here."""
+    return f"{of_node(node)}adapted"
+
+
+def node_adapter(node: NodeId) -> str:
+    return f"{of_node(node)}adapter"
+
+
 def node_distrust(node: NodeId) -> str:
     return f"{of_node(node)}distrust"
 

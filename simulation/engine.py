@@ -19,6 +19,7 @@ import xxhash
 from services.node.checkpoints.packing import digest
 from services.node.core.kv import movable, pages_of
 from services.node.engine.base import (
+    Adapter,
     Bell,
     Context,
     PartResult,
@@ -32,8 +33,8 @@ from services.node.engine.budget import KvBudget
 from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.kv_loan import KvLoan
 from services.node.execution.activations import DTYPES
-from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
-from shared.ids import ModelId
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, UnsupportedModel
+from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 from simulation.hardware import Hardware
 from simulation.models import Model
@@ -153,6 +154,15 @@ class ModelledEngine:
                 raise AssertionError(f"block {block} of model {model_id} was not verified")
         model.held.add(block)
 
+    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+        raise UnsupportedModel("there are no adapters here")
+
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def drop_adapter(self, name: ModelId) -> None:
+        """There is none."""
+
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Does nothing, because tokens are no text."""
 
@@ -183,12 +193,22 @@ class ModelledEngine:
             _count(self._models[sequence.model_id].stages, sequence.blocks, -1)
 
     def adopt(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         return 0
 
     def receive(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         model = self.open(model_id)
         stage = 0, model.manifest.n_blocks

@@ -57,6 +57,12 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     add.add_argument("--name", help="the model's name in requests (default: the directory's)")
     add.add_argument("--node", help="the node that imports it (default: the first node)")
     add.add_argument(
+        "--base",
+        metavar="MODEL",
+        help="PATH has a LoRA adapter, as PEFT saves it, of this published model, whose instances "
+        "serve it",
+    )
+    add.add_argument(
         "--blocks", type=int, default=0, help="number of blocks (default: by its size)"
     )
     add.add_argument("--min-instances", type=int, default=0, metavar="N", help=KEPT)
@@ -121,6 +127,8 @@ async def _add(args: argparse.Namespace) -> int:
         raise BadInput("--blocks, --min-instances and --max-instances must not be negative")
     if 0 < args.max_instances < args.min_instances:
         raise BadInput(f"--max-instances {args.max_instances} is less than --min-instances")
+    if args.base and (args.blocks or args.min_instances or args.max_instances):
+        raise BadInput("an adapter has no blocks and no instances of its own: set its base's")
     async with connect(args) as bus:
         record = await publish(
             bus,
@@ -130,6 +138,7 @@ async def _add(args: argparse.Namespace) -> int:
                 blocks=args.blocks,
                 min_instances=args.min_instances,
                 max_instances=args.max_instances,
+                base=ModelName(args.base or ""),
             ),
             node=args.node,
             say=say,

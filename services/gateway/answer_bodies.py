@@ -54,6 +54,8 @@ class ModelCard(msgspec.Struct, kw_only=True):
     created: int
     owned_by: str = "lambdascale"
     root: str
+    parent: str | None
+    """The name of an adapter's base. None: it is no adapter."""
     max_model_len: int
     task: str
 

@@ -15,7 +15,7 @@ from services.gateway.text import TextCodec
 from shared.bus.base import ObjectStore
 from shared.chat_template import CHAT_TEMPLATE, template_source
 from shared.confined.jobs import Template
-from shared.errors import BadInput, LambdaScaleError, ModelError
+from shared.errors import BadInput, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelId, ModelName
 from shared.layout import decode_manifest
 from shared.messages.pool import ModelRecord, Task
@@ -83,7 +83,7 @@ class Catalog:
 
     def kv_bytes(self, record: ModelRecord) -> int:
         """How many bytes the KV of a token takes. 0: it is not known."""
-        found = self._known.get(record.model_id)
+        found = self._known.get(record.served_by)
         return found.kv_bytes if isinstance(found, Lingo) else 0
 
     async def lingo(self, record: ModelRecord) -> Lingo:
@@ -111,8 +111,10 @@ class Catalog:
         return found
 
     async def load(self, record: ModelRecord) -> Lingo | Sight:
-        """Loads the model's files at the first call. ModelError, NotFound or BusError if that
-        fails."""
+        """Loads the model's files at the first call; an adapter has its base's. ModelError,
+        NotFound or BusError if that fails."""
+        if record.base:
+            record = self.base(record)
         if found := self._known.get(record.model_id):
             return found
         async with self._loading.setdefault(record.model_id, asyncio.Lock()):
@@ -122,6 +124,13 @@ class Catalog:
                     return found
                 self._known[record.model_id] = found
             return self._known[record.model_id]
+
+    def base(self, adapter: ModelRecord) -> ModelRecord:
+        """The model that an adapter is for. NotFound."""
+        for record in self.records.values():
+            if record.model_id == adapter.base:
+                return record
+        raise NotFound(f"the base of adapter {adapter.name!r} is not published")
 
     async def _read(self, record: ModelRecord) -> Lingo | Sight:
         try:

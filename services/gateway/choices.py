@@ -83,6 +83,7 @@ class Choice:
         self.request = Request(
             id=RequestId(new_id("req")),
             model_id=one.model_id,
+            adapter=one.adapter,
             call=one.call,
             prompt=one.prompt,
             max_tokens=one.max_tokens,
@@ -167,7 +168,8 @@ def choices_of(
             sampling = msgspec.structs.replace(whole, seed=drawn)
             request = Request(
                 id=RequestId(new_id("req")),
-                model_id=record.model_id,
+                model_id=record.served_by,
+                adapter=record.adapter,
                 call=call,
                 prompt=tuple(prompt),
                 max_tokens=max(limit, 1),

@@ -105,7 +105,8 @@ def choices_of(
             number,
             Request(
                 id=RequestId(new_id("req")),
-                model_id=record.model_id,
+                model_id=record.served_by,
+                adapter=record.adapter,
                 call=call,
                 prompt=tuple(prompt),
                 max_tokens=1,

@@ -192,7 +192,8 @@ class Frontend:
 
     async def _submit(self, command: Send) -> None:
         submit: Submit = command.submit
-        subject = subjects.node_submit(command.node)
+        to = subjects.node_adapted if submit.adapter else subjects.node_submit
+        subject = to(command.node)
         asked = self._bus.request(subject, submit, Ok, timeout=SUBMIT_TIMEOUT_S)
         if failure := await failure_of(asked, self._contain, f"the submission to {command.node}"):
             # Without a connection to the bus no instance is at fault, and the request waits until

@@ -182,7 +182,7 @@ class Generation:
     @property
     def progress(self) -> str:
         """What a client is told that waits for the first token; empty: nothing."""
-        return "" if self.generated else self._frontend.progress(self.record.model_id)
+        return "" if self.generated else self._frontend.progress(self.record.served_by)
 
     def fail(self, error: LambdaScaleError) -> ApiError:
         """What ended the choices that are open. Returns it as the client gets it."""

@@ -100,7 +100,7 @@ class ChatRenderer:
         return known
 
     async def _ask(self, job: Job, record: ModelRecord) -> str:
-        outcome = await self._pool.run(job, key=record.model_id, most_waiting=MAX_WAITING)
+        outcome = await self._pool.run(job, key=record.served_by, most_waiting=MAX_WAITING)
         if isinstance(outcome, Refused):
             if not outcome.by_template:
                 raise BadInput(outcome.why)

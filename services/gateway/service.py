@@ -338,6 +338,8 @@ class GatewayService(Service):
         if known is not None and known.model_id != record.model_id:
             self._remove(known.name, known.model_id)
         self._catalog.records[record.name] = record
+        if record.base:
+            return  # instances and files are its base's
         generates = record.task is Task.TEXT and not record.embeds
         checked = generates and record.context_length > len(PROMPT)
         self._dispatch.add_model(record.name, record.model_id, checked)

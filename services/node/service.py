@@ -15,6 +15,7 @@ from services.node.core.profile import Profiler
 from services.node.core.told import Telling
 from services.node.core.view import NodeView
 from services.node.core.watchdog import LOOK_S, Watchdog
+from services.node.hosting.adapters import Adapters
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
@@ -61,7 +62,7 @@ from shared.messages.scaling import (
     ModelImported,
     ReleaseModel,
 )
-from shared.messages.serving import Cancel, Distrust, Submit, Tokens
+from shared.messages.serving import BringAdapter, Cancel, Distrust, Submit, Tokens
 from shared.messages.story import StoryQuery, Told
 from shared.pool_pages import read_nodes
 from shared.service import Service
@@ -190,6 +191,16 @@ class NodeService(Service):
         self.resources.push_async_callback(self._hosting.close)
         await self._hosting.inherit(estate.spaces)
         self._shelf.clear()
+        self._adapters = Adapters(
+            self.info,
+            config.adapter_bytes,
+            self._bus,
+            self._library,
+            self._data,
+            self._worker,
+            self.log,
+            spawn=self._spawn_one,
+        )
         self._copying = Copying(
             self.node,
             self._library,
@@ -364,6 +375,8 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_keep(node), KeepCopy, self._keep))
         self.own(await bus.serve(subjects.node_drop(node), DropCopy, self._drop))
         self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
+        self.own(await bus.serve(subjects.node_adapted(node), Submit, self._submit_adapted))
+        self.own(await bus.serve(subjects.node_adapter(node), BringAdapter, self._bring_adapter))
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
         self.own(await bus.serve(subjects.node_story(node), StoryQuery, self._told))
         await self._lease.take()  # last: whoever sees the node may call it
@@ -418,6 +431,7 @@ class NodeService(Service):
         self._peers.meet(message.info)
 
     async def _remove(self, message: ModelRemoved, stored: bool) -> None:
+        await self._adapters.forget(message.model_id)
         await self._copying.forget(message.model_id)
         await self._hosting.forget(message.model_id, cause=message.origin)
         if stored:
@@ -487,6 +501,15 @@ class NodeService(Service):
             self._spans.refused(message, error)
             self._owners.over(message.gateway, message.request, message.attempt)
             raise
+        return Ok()
+
+    async def _submit_adapted(self, message: Submit) -> Ok:
+        """A request with an adapter, which every stage has before anything is run."""
+        await self._adapters.everywhere(message)
+        return await self._submit(message)
+
+    async def _bring_adapter(self, message: BringAdapter) -> Ok:
+        await self._adapters.ready(message.adapter, message.base)
         return Ok()
 
     async def _on_cancel(self, message: Cancel) -> None:

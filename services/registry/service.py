@@ -30,6 +30,7 @@ from shared.capabilities import LIFETIME_S, load_signer
 from shared.config import RegistryConfig
 from shared.containment import is_containable
 from shared.errors import BusError, LambdaScaleError, MessageTooLarge, Superseded
+from shared.ids import NodeId
 from shared.messages import Message, Ok, Ping
 from shared.messages.access import AccessPage, AccessQuery, ChangeAccess
 from shared.messages.copies import CopiesQuery, DropCopy, KeepCopy, Leave, MayLeave, PoolCopies
@@ -201,7 +202,7 @@ class RegistryService(Service):
 
     async def _remove_model(self, request: ModelRemove) -> Ok:
         async with self._catalog_lock:
-            record = self.pool.catalog.named(request.name)
+            record = self.pool.catalog.removable(request.name)
             await self._store.model(record.model_id, None, record)
             self.pool.catalog.remove(record.name)
         self.log.info("model removed", model=record.name, model_id=record.model_id)
@@ -231,7 +232,11 @@ class RegistryService(Service):
 
     async def _sources(self, request: SourcesQuery) -> Sources:
         await self._reconciled.wait()
-        return Sources(sources=self.pool.sources(request.model_id))
+        record = self.pool.catalog.get(request.model_id)
+        capability = b""
+        if request.reader and record is not None and record.base:
+            capability = self._capability(record, request.reader, LIFETIME_S)
+        return Sources(sources=self.pool.sources(request.model_id), capability=capability)
 
     async def _reserve(self, request: Reserve) -> Reserved:
         await self._reconciled.wait()
@@ -358,7 +363,7 @@ class RegistryService(Service):
             sources=order.sources,
             bytes_per_s=order.bytes_per_s,
             tier=order.tier,
-            capability=self._capability(order),
+            capability=self._capability_of(order),
             cause=order.cause,
         )
         subject = subjects.node_keep(info.node)
@@ -368,15 +373,20 @@ class RegistryService(Service):
             self.log.warning("copy refused", node=info.node, error=str(error))
             self.pool.order_failed(order, str(error), clock.now())
 
-    def _capability(self, order: CopyOrdered) -> bytes:
-        """Lets the node read all of the model, for twice the time that this takes at the copy's
-        rate, and a while."""
+    def _capability_of(self, order: CopyOrdered) -> bytes:
+        """For twice the time that the copy takes at its rate, and a while."""
         record = self.pool.catalog.get(order.model_id)
-        if self._signer is None or record is None:
+        if record is None:
             return b""
         lasts_s = LIFETIME_S + 2 * record.nbytes / order.bytes_per_s
+        return self._capability(record, order.info.node, lasts_s)
+
+    def _capability(self, record: ModelRecord, reader: NodeId, lasts_s: float) -> bytes:
+        """Lets the node read all of the model."""
+        if self._signer is None:
+            return b""
         until_ns = clock.wall_ns() + round(lasts_s * 1e9)
-        return self._signer.sign(order.info.node, record.model_id, range(record.n_blocks), until_ns)
+        return self._signer.sign(reader, record.model_id, range(record.n_blocks), until_ns)
 
     async def _order_drop(self, dropped: CopyDropped) -> None:
         info = dropped.info

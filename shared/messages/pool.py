@@ -4,7 +4,7 @@ import enum
 
 import msgspec
 
-from shared.ids import EventId, Generation, ModelId, ModelName, NodeId
+from shared.ids import NO_ADAPTER, EventId, Generation, ModelId, ModelName, NodeId
 from shared.messages.base import Message
 
 
@@ -275,6 +275,18 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     embeds: bool = False
     """Whether the model gives vectors of texts and generates none. Its `task` is TEXT, which the
     release before knows."""
+    base: ModelId = ModelId("")
+    """Not empty: this is a LoRA adapter of that model, whose instances serve it."""
+
+    @property
+    def served_by(self) -> ModelId:
+        """The model whose instances serve it."""
+        return self.base or self.model_id
+
+    @property
+    def adapter(self) -> ModelId:
+        """Its own id if it is an adapter, else empty."""
+        return self.model_id if self.base else NO_ADAPTER
 
 
 class ModelAdd(Message, frozen=True, kw_only=True, tag="model_add"):
@@ -340,6 +352,8 @@ class SourcesQuery(Message, frozen=True, kw_only=True, tag="sources_query"):
     """
 
     model_id: ModelId
+    reader: NodeId = NodeId("")
+    """A node that asks for an adapter, which it is about to read."""
 
 
 class Source(msgspec.Struct, frozen=True):
@@ -351,6 +365,8 @@ class Source(msgspec.Struct, frozen=True):
 
 class Sources(Message, frozen=True, kw_only=True, tag="sources"):
     sources: tuple[Source, ...]
+    capability: bytes = b""
+    """Lets the `reader` of an adapter read it (`shared/capabilities.py`). Empty: none is signed."""
 
 
 class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):

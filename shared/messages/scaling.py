@@ -124,6 +124,8 @@ class ImportModel(Message, frozen=True, kw_only=True, tag="import_model"):
     """The number of blocks. 0: chosen from the model's size."""
     min_instances: int = 0
     max_instances: int = 0
+    base: ModelName = ModelName("")
+    """Not empty: `path` has a LoRA adapter of this published model."""
 
 
 class ModelImported(Message, frozen=True, kw_only=True, tag="model_imported"):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.ids import NO_ADAPTER, GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.base import Message
 from shared.messages.instances import Stage
 
@@ -115,6 +115,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     """Generating one of these tokens ends the request. It is sent, as the last token."""
     sampling: Sampling
     rules: LogitRules | None = None
+    adapter: ModelId = NO_ADAPTER
+    """The adapter that every stage computes the request with. Empty: none."""
     image: bytes = b""
     """The prompt of an image classifier, whose single token is the class: rows of pixels, one byte
     each for red, green and blue, of the model's image size."""
@@ -128,6 +130,15 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     alone_until: int = 0
     """The request may be one that kills nodes. Until it has this many tokens, those of the prompt
     included, the nodes of its path begin nothing else. 0: it is a request like others."""
+
+
+class BringAdapter(Message, frozen=True, kw_only=True, tag="bring_adapter"):
+    """Leader's node -> node of another stage, before a request with an adapter is submitted there:
+    have the adapter in memory. Ok once it is; else CapacityExceeded (no room), NotReady (it is on
+    its way) or AdapterUnavailable."""
+
+    adapter: ModelId
+    base: ModelId
 
 
 class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):

@@ -39,7 +39,7 @@ from services.node.core.microbatches import (
 from services.node.core.rows import Row, SequenceKey, attempt_of, request_of
 from services.node.core.sequences import limit_of, sequence_key
 from shared.errors import CapacityExceeded, StaleEpoch, TransportTimeout
-from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
+from shared.ids import NO_ADAPTER, GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import (
     AttemptFailed,
@@ -117,7 +117,14 @@ class CheckedEngine:
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
         """Models do not differ."""
 
-    def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def adopt(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         """Now and then something is cached."""
         assert key not in self.made, "KV made twice"
         found = max(len(tokens) - 1, 0) // PAGE * PAGE if (len(tokens) + len(self.made)) % 3 else 0
@@ -129,7 +136,14 @@ class CheckedEngine:
     def position_bytes(self, model_id: ModelId) -> int:
         return 1
 
-    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def receive(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         assert key not in self.made, "KV made twice"
         end = movable(len(tokens))
         if self.kv_used + end > self.kv_capacity:

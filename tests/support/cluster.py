@@ -24,7 +24,7 @@ from services.local.watch import Watch
 from shared import subjects
 from shared.bus.base import On
 from shared.bus.nats import NatsBus
-from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
+from shared.ids import NO_ADAPTER, GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.changes import whole_status
 from shared.messages.decisions import Decisions, DecisionsQuery
@@ -162,7 +162,11 @@ class Running:
         )
 
     async def over_path(
-        self, stages: tuple[Stage, ...], prompt: Sequence[int], count: int
+        self,
+        stages: tuple[Stage, ...],
+        prompt: Sequence[int],
+        count: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> list[int]:
         """Submits to a path as a gateway does, and collects what it streams."""
         gateway = GatewayId(f"test-{next(self._gateways)}")
@@ -189,11 +193,13 @@ class Running:
             max_tokens=count,
             stop_ids=(),
             sampling=Sampling(),
+            adapter=adapter,
         )
+        to = subjects.node_adapted if adapter else subjects.node_submit
         as_gateway = bus_config(self.cluster.state, user=User(Role.GATEWAY))
         async with NatsBus(as_gateway, gateway) as bus, asyncio.timeout(LIMIT_S):
             await bus.subscribe(subjects.gateway_tokens(gateway), On(Tokens, receive))
-            await bus.request(subjects.node_submit(stages[0].node), submit, Ok, timeout=60.0)
+            await bus.request(to(stages[0].node), submit, Ok, timeout=60.0)
             await over.wait()
         return got
 

@@ -18,7 +18,7 @@ from services.node.core.batching import Batcher
 from services.node.core.microbatches import Part
 from services.node.core.sequences import Sequence
 from shared.errors import BusTimeout, CapacityExceeded, LambdaScaleError
-from shared.ids import GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
+from shared.ids import NO_ADAPTER, GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Scores, Submit, Token, Tokens
 
@@ -69,13 +69,27 @@ class AmpleKv:
     def keeps(self, model_id: ModelId, start: int = 0, stop: int = BLOCKS) -> bool:
         return True
 
-    def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def adopt(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         return 0
 
     def position_bytes(self, model_id: ModelId) -> int:
         return 0
 
-    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def receive(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         raise CapacityExceeded("no KV is moved here")
 
     def received(self, key: str, tokens: tuple[int, ...]) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from services.node.core.kv import whole_pages
 from services.node.engine.base import (
+    Adapter,
     Bell,
     Context,
     PartResult,
@@ -24,8 +25,15 @@ from services.node.engine.base import (
     Weights,
 )
 from services.node.engine.kv_loan import KvLoan
-from shared.errors import BadInput, CapacityExceeded, Conflict, LambdaScaleError, NotFound
-from shared.ids import ModelId
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    Conflict,
+    LambdaScaleError,
+    NotFound,
+    UnsupportedModel,
+)
+from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import BlockSpec, Manifest
 
 HIDDEN = 4
@@ -220,6 +228,15 @@ class HashEngine:
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self.attached[model_id].add(block)
 
+    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+        raise UnsupportedModel("there are no adapters here")
+
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def drop_adapter(self, name: ModelId) -> None:
+        """There is none."""
+
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Nothing: tokens are no text."""
 
@@ -252,12 +269,22 @@ class HashEngine:
             self._changed.notify_all()
 
     def adopt(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         return 0
 
     def receive(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         raise CapacityExceeded("no KV comes from other nodes here")
 

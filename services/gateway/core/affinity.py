@@ -53,7 +53,8 @@ def learn(table: Table, request: Request, route: Route) -> None:
     """The instance has computed the KV of the request's prompt, and of its tokens so far."""
     if route.instance.is_replica and _has_prefix(request):
         tokens = (*request.prompt, *request.tokens) if request.tokens else request.prompt
-        table.prefixes.learn(marks_of(tokens, _marks(request)), route.instance.leader)
+        marks = marks_of(tokens, _marks(request), request.adapter)
+        table.prefixes.learn(marks, route.instance.leader)
 
 
 def _home(table: Table, request: Request, nodes: Iterator[NodeId], now: float) -> Kept | None:
@@ -96,5 +97,5 @@ def _has_prefix(request: Request) -> bool:
 
 def _marks(request: Request) -> tuple[int, ...]:
     if request.marks is None:
-        request.marks = marks_of(request.prompt)
+        request.marks = marks_of(request.prompt, adapter=request.adapter)
     return request.marks

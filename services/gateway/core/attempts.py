@@ -125,6 +125,7 @@ class Attempts:
             stop_ids=request.stop_ids,
             sampling=request.sampling,
             rules=request.rules,
+            adapter=request.adapter,
             image=request.image,
             score_from=request.score_from,
             pooling=request.pooling,

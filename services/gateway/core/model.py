@@ -26,6 +26,7 @@ from services.gateway.core.suspects import Suspects
 from services.gateway.core.table import Table
 from services.gateway.core.turns import Turns
 from shared.errors import (
+    AdapterUnavailable,
     BadInput,
     CapacityExceeded,
     LambdaScaleError,
@@ -213,6 +214,10 @@ class Model:
             self._checks.failed(route, error, now)
         elif isinstance(error, BadInput) and not moves:
             self._attempts.fail(request, error)
+        elif isinstance(error, AdapterUnavailable):
+            # No fault of the instance, which may go on without it.
+            request.failures += 1
+            self._setbacks.over(request, attempt, route, "refused", str(error), now)
         elif reason != "refused" and not moves:
             self._breakers.failed(route, request, str(error), now)
             request.failures += 1

@@ -19,9 +19,10 @@ HOLDERS = 8
 Marks = tuple[int, ...]
 
 
-def marks_of(tokens: Sequence[int], before: Marks = ()) -> Marks:
-    """The marks of all whole parts. `before`: those of the first parts, if they are known."""
-    marks, mark = list(before), before[-1] if before else 0
+def marks_of(tokens: Sequence[int], before: Marks = (), adapter: str = "") -> Marks:
+    """The marks of all whole parts. `before`: those of the first parts, if they are known.
+    `adapter`: what KV is computed with."""
+    marks, mark = list(before), before[-1] if before else hash(adapter)
     for start in range(PART * len(before), len(tokens) - PART + 1, PART):
         mark = hash((mark, tuple(tokens[start : start + PART])))
         marks.append(mark)

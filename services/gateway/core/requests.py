@@ -22,7 +22,7 @@ import enum
 from dataclasses import dataclass, field
 
 from services.gateway.core.fair_queue import ALONE, Share
-from shared.ids import InstanceId, ModelId, RequestId
+from shared.ids import NO_ADAPTER, InstanceId, ModelId, RequestId
 from shared.messages.serving import LogitRules, Pooling, Sampling
 
 
@@ -86,6 +86,8 @@ class Request:
     marks: tuple[int, ...] | None = None
     """The marks of its prompt (`services.gateway.core.prefixes`). None: not computed yet."""
     rules: LogitRules | None = None
+    adapter: ModelId = NO_ADAPTER
+    """See `Submit.adapter`."""
     image: bytes = b""
     """See `Submit.image`."""
     score_from: int = 0

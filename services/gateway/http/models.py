@@ -87,17 +87,17 @@ class ServedModels:
         self.check_ready()
         names = filter(request[CALLER].may_use, sorted(self._catalog.records))
         records = [self._catalog.records[name] for name in names]
-        return sending.as_json(ModelList(data=[_card(r) for r in records]))
+        return sending.as_json(ModelList(data=[self._card(r) for r in records]))
 
     async def _show(self, request: web.Request) -> web.Response:
-        return sending.as_json(_card(self.record(request, request.match_info["name"])))
+        return sending.as_json(self._card(self.record(request, request.match_info["name"])))
 
-
-def _card(record: ModelRecord) -> ModelCard:
-    return ModelCard(
-        id=record.name,
-        created=record.created_ns // 1_000_000_000,
-        root=record.model_id,
-        max_model_len=record.context_length,
-        task=VECTORS if record.embeds else record.task.value,
-    )
+    def _card(self, record: ModelRecord) -> ModelCard:
+        return ModelCard(
+            id=record.name,
+            created=record.created_ns // 1_000_000_000,
+            root=record.model_id,
+            parent=self._catalog.base(record).name if record.base else None,
+            max_model_len=record.context_length,
+            task=VECTORS if record.embeds else record.task.value,
+        )

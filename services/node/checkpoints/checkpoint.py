@@ -68,11 +68,11 @@ def open_checkpoint(path: Path) -> Checkpoint:
     Errors: NotFound, BadInput (not a directory), UnsupportedModel, UnsafeCheckpoint, MissingTensor,
     CorruptCheckpoint. Each names the file or tensor at fault.
     """
-    _check_directory(path)
-    raw_config = _read_json(path / "config.json")
+    check_directory(path)
+    raw_config = read_json(path / "config.json")
     classifies = is_classifier(raw_config)
     if classifies:
-        raw_config[IN_CONFIG] = _read_json(path / PREPROCESSOR)
+        raw_config[IN_CONFIG] = read_json(path / PREPROCESSOR)
     _check_encodable(path / "config.json", raw_config)
     config = read_config(raw_config)
     stored = _stored(path, config, _named(_weights(path)))
@@ -88,7 +88,7 @@ def open_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(config, raw_config, units, stored, files)
 
 
-def _check_directory(path: Path) -> None:
+def check_directory(path: Path) -> None:
     try:
         if path.is_dir():
             return
@@ -160,7 +160,7 @@ def _named(found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 
 def _sharded(path: Path) -> dict[str, StoredTensor]:
-    weight_map = _read_json(path / INDEX).get("weight_map")
+    weight_map = read_json(path / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(shard, str) and shard == Path(shard).name for shard in weight_map.values()
     ):
@@ -190,7 +190,7 @@ def _stored(
     }
     expected = {part: shape for parts in sources.values() for part, shape in parts.items()}
     _check_shapes(path, expected, found)
-    _check_dtypes(path, expected, found)
+    check_dtypes(path, expected, found)
     _check_unknown(path, expected.keys() | config.ignored, found)
     return {name: tuple(found[part] for part in parts) for name, parts in sources.items()}
 
@@ -207,7 +207,7 @@ def _check_shapes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor
     missing = [name for name in expected if name not in found]
     if missing:
         raise MissingTensor(
-            f"{path}: {len(missing)} tensors that config.json implies are missing: {_some(missing)}"
+            f"{path}: {len(missing)} tensors that config.json implies are missing: {some(missing)}"
         )
     for name, shape in expected.items():
         if found[name].shape != shape:
@@ -217,7 +217,7 @@ def _check_shapes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor
             )
 
 
-def _check_dtypes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
+def check_dtypes(path: Path, expected: Shapes, found: Mapping[str, StoredTensor]) -> None:
     dtypes = {found[name].dtype: name for name in expected}
     for dtype, name in dtypes.items():
         if dtype not in ITEMSIZE:
@@ -236,11 +236,11 @@ def _check_unknown(path: Path, used: Set[str], found: Mapping[str, StoredTensor]
     if unknown:
         raise UnsupportedModel(
             f"{path}: {len(unknown)} tensors have no place in the architecture that config.json "
-            f"names: {_some(unknown)}"
+            f"names: {some(unknown)}"
         )
 
 
-def _some(names: list[str]) -> str:
+def some(names: list[str]) -> str:
     return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
 
 
@@ -250,7 +250,7 @@ def _text_files(path: Path) -> dict[str, bytes]:
         raise UnsupportedModel(
             f"{path}: there is no {TOKENIZER}; save the model's fast tokenizer beside its weights"
         )
-    read = {name: _read_json(path / name) for name in files if name.endswith(".json")}
+    read = {name: read_json(path / name) for name in files if name.endswith(".json")}
     _check_template(path, files, read.get(TOKENIZER_CONFIG, {}))
     sentence = {name: path / place for name, place in SENTENCE_FILES.items()}
     return files | {name: _read_file(file) for name, file in sentence.items() if file.is_file()}
@@ -292,7 +292,7 @@ def _read_file(path: Path) -> bytes:
     return data
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         value = msgspec.json.decode(_read_file(path))
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

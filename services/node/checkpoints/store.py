@@ -23,7 +23,9 @@ from pathlib import Path
 
 import structlog
 
-from services.node.checkpoints.checkpoint import open_checkpoint
+from services.node.checkpoints.adapter import open_adapter
+from services.node.checkpoints.architecture import read_config
+from services.node.checkpoints.checkpoint import Checkpoint, open_checkpoint
 from services.node.checkpoints.disk import (
     check_room,
     disk_errors,
@@ -85,7 +87,17 @@ class Store:
         units; CapacityExceeded if the disk is full; ModelError if it fails otherwise. Nothing is
         left behind after an error.
         """
-        checkpoint = open_checkpoint(path)
+        return self._import(open_checkpoint(path), blocks, progress)
+
+    def import_adapter(self, path: Path, base: ModelId, manifest: Manifest) -> Imported:
+        """Packs the LoRA adapter in the directory `path`, for a base with this manifest. Errors:
+        those of `open_adapter`; CapacityExceeded and ModelError as above."""
+        checkpoint = open_adapter(path, base, read_config(manifest.config))
+        return self._import(checkpoint, blocks=1)
+
+    def _import(
+        self, checkpoint: Checkpoint, blocks: int, progress: Progress | None = None
+    ) -> Imported:
         layout = empty_manifest(checkpoint, blocks)
         with disk_errors(self._root, layout.nbytes), self._staging() as staging:
             check_room(self._root, layout.nbytes)

@@ -128,7 +128,8 @@ class Takings:
         if sequence.kv_soon > self._room.free_kv(model_id):
             return None
         try:
-            first = self._kv.receive(model_id, sequence.key, tuple(sequence.tokens), sequence.limit)
+            tokens, adapter = tuple(sequence.tokens), submit.adapter
+            first = self._kv.receive(model_id, sequence.key, tokens, sequence.limit, adapter)
         except CapacityExceeded:
             return None
         left = set(range(len(submit.kv_from))) if first < end else set()

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from services.node.core.rows import SequenceKey
-from shared.ids import ModelId
+from shared.ids import NO_ADAPTER, ModelId
 
 PAGE = 16
 """Positions of a page. KV is taken, shared and given back in whole pages."""
@@ -93,14 +93,25 @@ class Kv(Protocol):
         that has none in any block run whole, in one row. True if the model is not open."""
 
     def adopt(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         """Starts a sequence, which must be run whole on this node, with the KV of the longest
-        cached beginning of `tokens`, but never of all of them. Returns the number of its positions.
+        cached beginning of `tokens`, but never of all of them. Only what was computed with the same
+        adapter counts. Returns the number of its positions.
         0: nothing is cached, and the sequence is not known yet."""
 
     def receive(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         """Starts a sequence like `adopt`, with pages for all that can come of another node's KV:
         `movable(len(tokens))` positions. Returns how many of them are cached here.

@@ -224,7 +224,11 @@ class Leader:
                 continue
             self.led.waiting.remove(sequence)
             sequence.position = self._kv.adopt(
-                model_id, sequence.key, sequence.reusable, sequence.limit
+                model_id,
+                sequence.key,
+                sequence.reusable,
+                sequence.limit,
+                sequence.submit.adapter,
             )
             self._begin(sequence, tick)
         if short or self._short:

@@ -3,6 +3,7 @@ engine. They are structures of msgspec, which are made several times as fast as 
 
 import msgspec
 
+from shared.ids import NO_ADAPTER, ModelId
 from shared.messages.serving import LogitRules, Pooling, Sampling
 
 SequenceKey = str
@@ -83,6 +84,9 @@ class Row(msgspec.Struct, frozen=True):
     pooling: Pooling | None = None
     """Set on the rows whose positions the sequence's vector is made of; used by the stage with the
     head. The row that ends at `limit` completes the vector."""
+
+    adapter: ModelId = NO_ADAPTER
+    """The adapter with which the sequence is computed; empty: none."""
 
     @property
     def gives_vector(self) -> bool:

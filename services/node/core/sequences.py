@@ -189,7 +189,18 @@ class Sequence:
         self.flight = batch
         tokens, image = tuple(self.tokens[start:stop]), self.submit.image
         score = self._score(start, stop)
-        self.row = Row(self.key, start, count, self.limit, tokens, draw, image, score, pooling)
+        self.row = Row(
+            self.key,
+            start,
+            count,
+            self.limit,
+            tokens,
+            draw,
+            image,
+            score,
+            pooling,
+            self.submit.adapter,
+        )
         return self.row
 
     def _pooling(self, stop: int) -> Pooling | None:

@@ -16,6 +16,7 @@ from shared.layout import Manifest
 from shared.messages.serving import Logprobs
 
 __all__ = [
+    "Adapter",
     "Bell",
     "Context",
     "Draw",
@@ -35,6 +36,8 @@ Weights = memoryview | torch.Tensor
 """A block's bytes, in host memory or as uint8 on the engine's device."""
 Rules = Any
 """Whatever form an engine gives to the rules of a sequence; nobody else looks inside."""
+Adapter = Any
+"""The same for an adapter."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +131,17 @@ class Engine(Kv, Protocol):
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         """Makes the block runnable. Its bytes have all arrived and are verified; its tensors become
         views of them."""
+
+    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+        """Returns a function that makes an adapter of its block's bytes, which have all arrived and
+        are verified, and may be reused afterwards. Another thread calls it. NotFound: the base is
+        not open. UnsupportedModel: it takes no adapters."""
+
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """Makes rows with this adapter runnable."""
+
+    def drop_adapter(self, name: ModelId) -> None:
+        """Forgets an adapter. Conflict: sequences run with it."""
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Gives an open model the tokenizer that its grammars need. Until then grammars are

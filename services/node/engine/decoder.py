@@ -3,12 +3,13 @@
 services.node.checkpoints.families describes how each family of models differs from Llama.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
 
 from services.node.checkpoints.config import ModelConfig
+from services.node.engine.adapters import Adapted, Adapter, adapted
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Bell, Row, Weights
 from services.node.engine.copies import to_device
@@ -28,6 +29,7 @@ from services.node.engine.weights import (
     Unit,
 )
 from shared.errors import BadInput
+from shared.ids import ModelId
 from shared.layout import BlockSpec
 from shared.messages.serving import Pooling
 
@@ -65,8 +67,10 @@ class Decoder:
         *,
         fused: bool = False,
         compiled: Kernels | None = None,
+        adapters: Mapping[ModelId, Adapter] | None = None,
     ) -> None:
-        """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs."""
+        """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs.
+        `adapters`: all that rows may name; it may grow."""
         self.config, self.dtype, self.device = config, dtype, device
         self._compiled, self._workspace = compiled, Workspace()
         self.given: WeakKeyDictionary[LayerUnit, Layer] = WeakKeyDictionary()
@@ -76,6 +80,7 @@ class Decoder:
         self.attention = Attention(config, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rotations = Rotations(self.frequencies)
+        self.adapters: Mapping[ModelId, Adapter] = adapters if adapters is not None else {}
 
     def refusal(self, row: Row) -> str:
         return (
@@ -101,7 +106,8 @@ class Decoder:
         """A step over these rows. Only one step may be in use at a time."""
         if self._compiled is not None:
             return KernelStep(self, self._compiled, self._workspace, spans)
-        return LayerStep(self, self.ops.attention(self.attention, self.frequencies, spans))
+        attention = self.ops.attention(self.attention, self.frequencies, spans)
+        return LayerStep(self, attention, adapted(self.adapters, spans))
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,
@@ -120,10 +126,11 @@ class Decoder:
 class LayerStep:
     """Runs layers over the packed rows of one step."""
 
-    def __init__(self, model: Decoder, attention: Attends) -> None:
+    def __init__(self, model: Decoder, attention: Attends, adapted: Adapted | None = None) -> None:
         self._ops, self._eps = model.ops, model.config.norm_eps
         self._experts, self._add_experts = model.config.experts, model.add_experts
         self._attention = attention
+        self._adapted = adapted
 
     def run(
         self,
@@ -147,12 +154,26 @@ class LayerStep:
 
     def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
         ops = self._ops
-        qkv = layer.qkv(ops.rms_norm(hidden, layer.input_norm, self._eps))
+        normed = ops.rms_norm(hidden, layer.input_norm, self._eps)
+        qkv = layer.qkv(normed)
+        self._adapt(layer, "qkv", normed, qkv)
         attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)
         layer.o.add(attended, hidden)
+        self._adapt(layer, "o", attended, hidden)
         normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
         if isinstance(layer.mlp, ExpertMlp):
             assert self._experts is not None
             self._add_experts(hidden, normed, layer.mlp, self._experts)
+            return
+        if self._adapted is None:
+            gated = layer.mlp.gate_up(normed)
         else:
-            layer.mlp.down.add(layer.mlp.gate_up(normed), hidden)
+            gated = layer.mlp.gate_up.adapted(
+                normed, lambda product: self._adapt(layer, "gate_up", normed, product)
+            )
+        layer.mlp.down.add(gated, hidden)
+        self._adapt(layer, "down", gated, hidden)
+
+    def _adapt(self, layer: LayerUnit, place: str, x: torch.Tensor, product: torch.Tensor) -> None:
+        if self._adapted is not None:
+            self._adapted.add(layer.number, place, x, product)

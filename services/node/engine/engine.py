@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
 from services.node.core.kv import PAGE, movable
 from services.node.engine import kernels
+from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.base import Context, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype
@@ -26,8 +28,8 @@ from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.memory.shelf import Shelf
-from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound
-from shared.ids import ModelId
+from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound, UnsupportedModel
+from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 
 if TYPE_CHECKING:
@@ -81,6 +83,7 @@ class TorchEngine:
         self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
         self._kv = KvCache(kv, self._device)
         self._models: dict[ModelId, Model] = {}
+        self._adapters: dict[ModelId, Adapter] = {}
         if threads:
             torch.set_num_threads(threads)
 
@@ -110,7 +113,13 @@ class TorchEngine:
             )
             longest = self._kv.longest(model_id)
             network = decoder = Decoder(
-                config, dtype, self._device, longest, fused=fused, compiled=compiled
+                config,
+                dtype,
+                self._device,
+                longest,
+                fused=fused,
+                compiled=compiled,
+                adapters=self._adapters,
             )
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
@@ -154,6 +163,27 @@ class TorchEngine:
             if model.graphs.warm:
                 self._record(model_id, block)
 
+    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+        base = base_of(manifest)
+        network = self._model(base).network if base else None
+        if not isinstance(network, Decoder):
+            raise UnsupportedModel(f"model {base} takes no adapters")
+        compiled = self._kernels(network.dtype) is not None
+        if not compiled and self._form != "stored":
+            raise UnsupportedModel(
+                f"adapters of a base in {network.dtype} need node.cpu_weights = stored here"
+            )
+        config, device = network.config, self._device
+        return lambda weights: read_adapter(manifest, weights, config, device, compiled=compiled)
+
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        self._adapters[name] = adapter
+
+    def drop_adapter(self, name: ModelId) -> None:
+        if self._kv.uses(name):
+            raise Conflict(f"sequences run with adapter {name}")
+        self._adapters.pop(name, None)
+
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)
 
@@ -176,11 +206,16 @@ class TorchEngine:
             self._packed.leave(model_id)
 
     def receive(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         blocks = (0, self._model(model_id).manifest.n_blocks)
         layers = self._model(model_id).layers_with_kv(*blocks)
-        sequence = self._kv.start(model_id, blocks, layers, key, limit)
+        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
         found = self._kv.adopt(sequence, tokens)
         try:
             self._kv.extend(sequence, movable(len(tokens)) - found)
@@ -208,13 +243,19 @@ class TorchEngine:
         self._kv.give_back(loan)
 
     def adopt(
-        self, model_id: ModelId, key: SequenceKey, tokens: tuple[int, ...], limit: int
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> int:
         blocks = (0, self._model(model_id).manifest.n_blocks)
         layers = self._model(model_id).layers_with_kv(*blocks)
         if not layers:
             return 0
-        found = self._kv.adopt(self._kv.start(model_id, blocks, layers, key, limit), tokens)
+        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
+        found = self._kv.adopt(sequence, tokens)
         # Without a cached prefix, the sweep starts the sequence itself.
         if not found:
             self._kv.free((key,))
@@ -250,7 +291,7 @@ class TorchEngine:
         return bool(model.layers_with_kv(start, stop))
 
     def begin(self, model_id: ModelId) -> TorchSweep:
-        return TorchSweep(model_id, self._kv, self._model, self._step_floor_s)
+        return TorchSweep(model_id, self._kv, self._model, self._adapters, self._step_floor_s)
 
     @torch.inference_mode()
     def _record(self, model_id: ModelId, block: int) -> None:

@@ -7,7 +7,7 @@ threads.
 
 import ctypes
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate, chain, takewhile
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -18,6 +18,7 @@ from torch import Tensor
 from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine import kernels
+from services.node.engine.adapters import Adapted, Adapter, adapted
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Bell
 from services.node.engine.experts import add_experts
@@ -25,6 +26,7 @@ from services.node.engine.linear import Packed
 from services.node.engine.ops import TorchOps
 from services.node.engine.rope import Rotations
 from services.node.engine.weights import ExpertMlp, LayerUnit
+from shared.ids import ModelId
 
 BLOCK = 16
 """The most rows of a sequence that one thread attends at a time."""
@@ -87,6 +89,7 @@ class Steppable(Protocol):
     dtype: torch.dtype
     attention: Attention
     rotations: Rotations
+    adapters: Mapping[ModelId, Adapter]
     given: WeakKeyDictionary[LayerUnit, kernels.Layer]
     """Layers as the kernels take them. They are made by the first step that runs them."""
 
@@ -132,7 +135,7 @@ class KernelStep:
         cos, sin = decoder.rotations.until(longest)
         placed = array("i", chain.from_iterable(blocks))
         # The kernels know these only by address: this keeps the memory alive.
-        self._kept = (cos, sin, placed, pages)
+        self._kept: tuple[object, ...] = (cos, sin, placed, pages)
         attention = kernels.Attention(
             rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
             narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
@@ -147,6 +150,19 @@ class KernelStep:
             attended=attended, gated=gated,
             wait=compiled.barrier if self._threads > 1 else None,
         )  # fmt: skip
+        self._adapters = self._adapt(adapted(decoder.adapters, spans))
+
+    def _adapt(self, found: Adapted | None) -> list[Adapter]:
+        """Tells the kernels which rows have adapters. Returns these."""
+        if found is None:
+            return []
+        whose = array("i", found.whose)
+        low = torch.empty(len(whose), found.stride)
+        self._kept = (*self._kept, whose, low)
+        call = self._layers
+        call.whose, call.low, call.stride = _address(whose), low.data_ptr(), found.stride
+        call.n_adapters = len(found.adapters)
+        return found.adapters
 
     def run(
         self,
@@ -191,7 +207,11 @@ class KernelStep:
         """`stops`: for each block the number of layers up to its end."""
         given = (ctypes.c_void_p * len(layers))(*map(self._address, layers))
         ends = (ctypes.c_int64 * len(stops))(*stops)
+        added = (ctypes.c_void_p * (len(layers) * len(self._adapters)))(
+            *(_given_by(adapter, layer) for layer in layers for adapter in self._adapters)
+        )
         call = self._layers
+        call.adapters = ctypes.addressof(added)
         call.hidden, call.seconds = hidden.data_ptr(), for_s
         call.rung = bell.address if bell else None
         call.layers, call.stops = ctypes.addressof(given), ctypes.addressof(ends)
@@ -210,6 +230,12 @@ class KernelStep:
 
 def _address(numbers: "array[int]") -> int:
     return numbers.buffer_info()[0]
+
+
+def _given_by(adapter: Adapter, layer: LayerUnit) -> int | None:
+    """The address of what the adapter adds in the layer."""
+    given = adapter.given.get(layer.number)
+    return None if given is None else given.address
 
 
 def _is_plain(layers: Sequence[LayerUnit]) -> bool:

@@ -30,7 +30,7 @@ from services.node.engine.budget import KvBudget
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
-from shared.ids import ModelId
+from shared.ids import NO_ADAPTER, ModelId
 
 
 class Run(NamedTuple):
@@ -52,6 +52,8 @@ class KvSequence:
     layers: range
     limit: int
     """The most positions that the sequence may reach."""
+    adapter: ModelId = NO_ADAPTER
+    """The id of the adapter that its KV is computed with; empty: none."""
     pages: list[int] = field(default_factory=list)
     length: int = 0
     """Positions in the cache, or about to be written."""
@@ -248,6 +250,10 @@ class KvCache:
             model.views[layers] = model.tensor[layers.start : layers.stop]
         return model.views[layers]
 
+    def uses(self, adapter: ModelId) -> bool:
+        """Whether a sequence has KV that is computed with the adapter."""
+        return any(sequence.adapter == adapter for sequence in self._sequences.values())
+
     def find(self, key: SequenceKey) -> KvSequence | None:
         return self._sequences.get(key)
 
@@ -258,11 +264,15 @@ class KvCache:
         layers: range,
         key: SequenceKey,
         limit: int,
+        adapter: ModelId = NO_ADAPTER,
     ) -> KvSequence:
         """A new sequence, which has no pages yet."""
         if model_id not in self._models:
             raise NotFound(f"model {model_id} has no KV cache: open it first")
-        sequence = self._sequences[key] = KvSequence(key, model_id, blocks, layers, limit)
+        sequence = KvSequence(key, model_id, blocks, layers, limit, adapter)
+        # With an adapter the same tokens have other KV.
+        sequence.digest = adapter.encode()
+        self._sequences[key] = sequence
         return sequence
 
     def adopt(self, sequence: KvSequence, tokens: tuple[int, ...]) -> int:

@@ -23,7 +23,7 @@ from torch.nn import functional
 from services.node.engine import kernels
 from services.node.engine.attention import ROWS
 from services.node.engine.huge_pages import HugePages, Pages
-from shared.errors import ConfigError
+from shared.errors import ConfigError, UnsupportedModel
 
 Form = Literal["stored", "packed", "int8"]
 PANEL, DEPTH = 32, 32
@@ -48,6 +48,9 @@ class Gate(Protocol):
     def __call__(self, x: Tensor) -> Tensor:
         """Returns silu(gate) x up, [rows, out / 2], where gate and up are the two halves of the
         product."""
+
+    def adapted(self, x: Tensor, adapt: Callable[[Tensor], None]) -> Tensor:
+        """The same, with what `adapt` adds to the product [rows, out]."""
 
 
 def linear(weight: Tensor, bias: Tensor | None, form: Form, pages: Pages | None = None) -> Linear:
@@ -114,6 +117,11 @@ class StoredGate:
     def __call__(self, x: Tensor) -> Tensor:
         return self._silu_times(self._gate_up(x))
 
+    def adapted(self, x: Tensor, adapt: Callable[[Tensor], None]) -> Tensor:
+        gate_up = self._gate_up(x)
+        adapt(gate_up)
+        return self._silu_times(gate_up)
+
 
 class Packed:
     """Implements Linear, or Gate if `gated`."""
@@ -162,6 +170,10 @@ class Packed:
         made = torch.empty(len(x), self._width, dtype=dtype)
         self._run(x, made, added=False)
         return made
+
+    def adapted(self, x: Tensor, adapt: Callable[[Tensor], None]) -> Tensor:
+        """The engine takes no adapters where this would be called: see `TorchEngine.adapt`."""
+        raise UnsupportedModel("a packed gate is only adapted by the kernels that run whole layers")
 
     def add(self, x: Tensor, to: Tensor) -> None:
         if to.dtype == torch.float16:

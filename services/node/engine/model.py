@@ -112,5 +112,6 @@ class Model:
 
     def step(self, spans: Sequence[Span], hidden: torch.Tensor) -> Step:
         """A step for these rows. `hidden`: [rows, hidden_size]."""
-        graphed = self.graphs.step(spans, hidden) if self.graphs else None
+        plain = not any(sequence.adapter for sequence, _, _ in spans)
+        graphed = self.graphs.step(spans, hidden) if self.graphs and plain else None
         return graphed or self.network.step(spans)

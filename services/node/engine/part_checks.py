@@ -1,10 +1,11 @@
 """Whether a part may join a sweep. A part that may not changes nothing."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from services.node.checkpoints.vit_config import VitConfig
+from services.node.engine.adapters import Adapter
 from services.node.engine.base import Row, RowsRefused, Score, SequenceKey, StagePart
 from services.node.engine.copies import to_device
 from services.node.engine.kv import KvCache, KvSequence
@@ -38,6 +39,21 @@ def check_part(part: StagePart, model_id: ModelId, model: Model, kv: KvCache, at
             _check_score(row, row.score, vocab_size)
         if why := model.network.refusal(row):
             raise RowsRefused((row.sequence,), BadInput(f"sequence {row.sequence}: {why}"))
+
+
+def check_adapters(
+    part: StagePart, model_id: ModelId, kv: KvCache, adapters: Mapping[ModelId, Adapter]
+) -> None:
+    """RowsRefused for rows whose adapter is not here."""
+    for row in part.rows:
+        sequence = kv.find(row.sequence)
+        if sequence is not None and sequence.adapter != row.adapter:
+            why = Conflict(f"sequence {row.sequence} was begun with another adapter")
+            raise RowsRefused((row.sequence,), why)
+        found = adapters.get(row.adapter)
+        if row.adapter and (found is None or found.base != model_id):
+            missing = NotFound(f"adapter {row.adapter} of model {model_id} is not in memory here")
+            raise RowsRefused((row.sequence,), missing)
 
 
 def _check_row(

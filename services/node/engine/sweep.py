@@ -5,7 +5,7 @@ not matter which rows share a sweep.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from services.node.core.kv import pages_of
+from services.node.engine.adapters import Adapter
 from services.node.engine.attention import Span
 from services.node.engine.base import (
     Bell,
@@ -25,7 +26,7 @@ from services.node.engine.copies import to_host
 from services.node.engine.drawing import drawn_after, pooled, scored
 from services.node.engine.kv import KvCache, KvSequence
 from services.node.engine.model import Model, Step
-from services.node.engine.part_checks import check_part, checked_hidden
+from services.node.engine.part_checks import check_adapters, check_part, checked_hidden
 from services.node.engine.sampling import Drawn
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
@@ -86,14 +87,16 @@ class TorchSweep:
         model_id: ModelId,
         kv: KvCache,
         find: Callable[[ModelId], Model],
+        adapters: Mapping[ModelId, Adapter],
         floor_s: float,
     ) -> None:
-        """`floor_s`: the least seconds for all of the model's blocks; some of the blocks take their
-        share."""
+        """`adapters`: those that rows may name. `floor_s`: the least seconds for all of the model's
+        blocks; some of the blocks take their share."""
         self._floor_s = floor_s
         self._due_s = 0.0
         self._model_id = model_id
         self._kv = kv
+        self._adapters = adapters
         self._find = find
         """Finds the model as it is now, since it may be closed between two blocks. NotFound if it
         was."""
@@ -119,6 +122,7 @@ class TorchSweep:
     def join(self, part: StagePart) -> int:
         model = self._find(self._model_id)
         check_part(part, self._model_id, model, self._kv, self._at)
+        check_adapters(part, self._model_id, self._kv, self._adapters)
         with torch.inference_mode():
             if part.start == 0:
                 hidden = model.network.embed(model.blocks[0][0], part.rows)
@@ -257,7 +261,12 @@ class TorchSweep:
         sequences: list[KvSequence] = []
         for row in part.rows:
             sequence = self._kv.find(row.sequence) or self._kv.start(
-                self._model_id, (part.start, part.stop), layers, row.sequence, row.limit
+                self._model_id,
+                (part.start, part.stop),
+                layers,
+                row.sequence,
+                row.limit,
+                row.adapter,
             )
             if sequence.runs_on(row, part.start):
                 so_far = model.layers_with_kv(sequence.blocks[0], part.stop)

@@ -45,6 +45,8 @@ class ExpertMlp:
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class LayerUnit:
+    number: int
+    """Counted from 0."""
     input_norm: torch.Tensor
     qkv: Linear
     qk_norm: torch.Tensor | None
@@ -194,6 +196,7 @@ class DecoderTensors(BlockTensors):
         prefix = f"model.layers.{unit - 1}."
         attention, layer = prefix + "self_attn.", config.layers[unit - 1]
         return LayerUnit(
+            number=unit - 1,
             input_norm=self._joined([prefix + "input_layernorm.weight"]),
             qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
             qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,

@@ -44,6 +44,7 @@ from services.node.core.microbatches import (
 from services.node.core.rows import SequenceKey, request_of
 from services.node.core.sequences import sequence_key
 from services.node.engine.base import (
+    Adapter,
     Bell,
     Engine,
     Weights,
@@ -150,6 +151,17 @@ class Steps:
         """CapacityExceeded: no memory is left for what the engine makes of the block."""
         with self._blamed():
             self._engine.attach(model_id, block, weights)
+
+    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+        with self._blamed():
+            return self._engine.make_adapter(manifest)
+
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        self._engine.use_adapter(name, adapter)
+
+    def drop_adapter(self, name: ModelId) -> None:
+        """Conflict: sequences run with it."""
+        self._engine.drop_adapter(name)
 
     def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")

@@ -16,7 +16,7 @@ from services.node.core.handover import Worth
 from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
-from services.node.engine.base import Bell, Engine, Weights
+from services.node.engine.base import Adapter, Bell, Engine, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
@@ -174,6 +174,18 @@ class Worker:
         if self._device is not None:
             await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))
+
+    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None:
+        """Once this returns, requests can be run with the adapter, and nobody needs the buffer. It
+        is made ready beside the engine's thread. Errors: see `Engine.make_adapter`."""
+        makers: list[Callable[[memoryview], Adapter]] = []
+        await self._ask(lambda steps: makers.append(steps.make_adapter(manifest)))
+        adapter = await asyncio.to_thread(makers[0], buffer)
+        await self._ask(lambda steps: steps.use_adapter(name, adapter))
+
+    async def drop_adapter(self, name: ModelId) -> None:
+        """Conflict: sequences run with it."""
+        await self._ask(lambda steps: steps.drop_adapter(name))
 
     async def submit(self, submit: Submit) -> None:
         """Queues the attempt, and waits for the KV that it takes over, if it does, for KV_WAIT_S at

@@ -6,13 +6,15 @@ from contextlib import aclosing, suppress
 from functools import partial
 from pathlib import Path
 
+from msgspec.structs import replace
+
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
 from services.node.checkpoints.store import Imported
 from services.node.parts import AnyDraft, AnyStore
 from shared import subjects
 from shared.bus.base import Bus
 from shared.clock import wall_ns
-from shared.errors import CorruptCheckpoint, LambdaScaleError, NotFound
+from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, NotFound
 from shared.ids import ModelId, ModelName, check_model_name
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 from shared.messages import Ok
@@ -100,12 +102,14 @@ class Library:
         return await objects.get(self._files[model][name])
 
     async def _ask_for(self, model: ModelId) -> None:
-        models = await self._bus.request(
-            subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
-        )
-        for record in models.records:
+        for record in (await self._published()).records:
             if record.model_id == model:
                 await self.learn(record)
+
+    async def _published(self) -> Models:
+        return await self._bus.request(
+            subjects.REGISTRY_MODELS, ModelsQuery(), Models, timeout=REGISTRY_TIMEOUT_S
+        )
 
     # --- the disk ---
 
@@ -188,13 +192,28 @@ class Library:
     async def pack(self, message: ImportModel) -> ModelRecord:
         """Packs a checkpoint onto the disk, and its small files into the asset store."""
         check_model_name(message.name)
+        base = await self._base(message.base) if message.base else None
         async with self._writing:
-            imported = await asyncio.to_thread(
-                self._store.import_checkpoint, Path(message.path), blocks=message.blocks
-            )
+            imported = await asyncio.to_thread(self._import, message, base)
             self._shelve(imported.model_id, imported.manifest)
         self._changed()
-        return await self._upload(message, imported)
+        record = await self._upload(message, imported)
+        return replace(record, base=base[0]) if base else record
+
+    def _import(self, message: ImportModel, base: tuple[ModelId, Manifest] | None) -> Imported:
+        path = Path(message.path)
+        if base is None:
+            return self._store.import_checkpoint(path, blocks=message.blocks)
+        return self._store.import_adapter(path, *base)
+
+    async def _base(self, name: ModelName) -> tuple[ModelId, Manifest]:
+        """The model that an adapter is for. NotFound; BadInput: it is an adapter itself."""
+        for record in (await self._published()).records:
+            if record.name == name:
+                if record.base:
+                    raise BadInput(f"model {name!r} is an adapter: name the base that it is for")
+                return record.model_id, await self.manifest(record.model_id)
+        raise NotFound(f"no model is named {name!r}: publish the base before its adapters")
 
     async def publish(self, record: ModelRecord, *, cause: str) -> None:
         message = ModelAdd(record=record, cause=cause)

@@ -166,6 +166,8 @@ class Machines:
     def add(self, record: ModelRecord, *, resume: bool = False) -> None:
         """`resume`: the nodes are known, and an event of the model that an earlier planner began
         may go on."""
+        if record.base:
+            return  # an adapter, which the instances of its base serve
         counts = record.min_instances, record.max_instances, record.warm
         if not 0 < record.n_blocks == len(record.block_bytes) or min(counts) < 0:
             sizes = len(record.block_bytes)

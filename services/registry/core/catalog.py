@@ -37,6 +37,8 @@ class Catalog:
         everything else. BadInput: the record makes no sense. Conflict: the name or the id is taken.
         """
         _check(record)
+        if record.base and self.identified(record.base).base:
+            raise BadInput(f"model {record.name!r} is an adapter of an adapter: name its base")
         named = self._by_name.get(record.name)
         if named is not None and named.model_id != record.model_id:
             raise Conflict(
@@ -58,6 +60,11 @@ class Catalog:
     def changed(self, wish: ModelSet) -> ModelRecord:
         """The record with the operator's changes. Changes nothing. NotFound, BadInput."""
         known = self.named(wish.name)
+        if known.base:
+            raise BadInput(
+                f"model {known.name!r} is an adapter, which has no instances of its own: change "
+                f"its base {self.identified(known.base).name!r}"
+            )
         wishes = {field: getattr(wish, field) for field in WISHES}
         changes = {field: value for field, value in wishes.items() if value is not None}
         if changes.get("keep_alive_s", 0.0) < 0:
@@ -75,12 +82,23 @@ class Catalog:
         """Takes stored records, oldest first. Returns the records that do not fit, with the
         reasons."""
         refused = []
-        for record in sorted(records, key=lambda r: (r.created_ns, r.model_id)):
+        # Bases first, whatever the clocks of the nodes said that imported them.
+        for record in sorted(records, key=lambda r: (bool(r.base), r.created_ns, r.model_id)):
             try:
                 self.put(self.admit(record) or record)
             except LambdaScaleError as error:
                 refused.append((record, str(error)))
         return refused
+
+    def removable(self, name: ModelName) -> ModelRecord:
+        """The model of this name. NotFound; Conflict: it is the base of adapters."""
+        record = self.named(name)
+        adapters = [other.name for other in self.records if other.base == record.model_id]
+        if adapters:
+            raise Conflict(
+                f"model {name!r} is the base of adapters: remove {', '.join(adapters)} first"
+            )
+        return record
 
     def remove(self, name: ModelName) -> ModelRecord:
         record = self.named(name)

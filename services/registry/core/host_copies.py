@@ -158,7 +158,9 @@ class HostCopies(KeptCopies):
 
     def _asked_for(self, record: ModelRecord) -> int:
         """How many machines are to have a copy if there is room: one while it is idle, and the warm
-        copies beside what is in use."""
+        copies beside what is in use. Nodes keep adapters in a room of their own."""
+        if record.base:
+            return 0
         used = {machine_of(info) for info in self._in_use(record)}
         return max(self.settings.copies, len(used) + _warm(record, self._wall_ns))
 

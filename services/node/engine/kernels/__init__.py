@@ -28,6 +28,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 """Supported dtypes of activations and weights."""
 VECTORS, PAIRS, TILES = range(3)
 """`Way` in kernels.h."""
+PLACES = ("qkv", "o", "gate_up", "down")
+"""The same in kernels.h: where adapters add to a layer."""
+TOGETHER = 4
+"""The same in products.h: the rank of an adapter is padded to a multiple of it."""
 SMALL = 1 << 16
 """Waking another thread does not pay for fewer multiplications than this."""
 
@@ -84,6 +88,10 @@ class Layer(ctypes.Structure):
     )
 
 
+class LowRank(ctypes.Structure):
+    _fields_ = _fields("integers rank", "pointers a b")
+
+
 class Layers(ctypes.Structure):
     _fields_ = [
         *_fields(
@@ -96,9 +104,13 @@ class Layers(ctypes.Structure):
             "numbers seconds",
             "pointers rung",
             "integers ran over",
-            "pointers wait",
+            "pointers wait whose adapters",
+            "integers n_adapters",
+            "pointers low",
+            "integers stride",
         ),
         ("counters", ctypes.c_int64 * 8),
+        ("shrunk", ctypes.c_int64 * len(PLACES)),
     ]
 
 

@@ -29,8 +29,8 @@ typedef struct {
 
 void product(void *argument) {
     Product *p = argument;
-    multiply(p->matrix, p->x, p->made, p->rows, p->narrow != 0, p->added != 0, p->threads,
-             &p->next);
+    multiply(p->matrix, p->x, p->made, p->rows, p->narrow != 0, p->added != 0, NULL,
+             p->threads, &p->next);
 }
 
 typedef struct {
@@ -125,7 +125,13 @@ typedef struct {
     int64_t ran;                    /* how many blocks were run */
     int64_t over;                   /* 1: no further block */
     void (*wait)(void);             /* until all threads came here; NULL: there is one */
+    const int32_t *whose;           /* see Adapting; NULL: no row has an adapter */
+    const LowRank *const *adapters; /* [layers, n_adapters] */
+    int64_t n_adapters;
+    float *low;
+    int64_t stride;
     int64_t counters[8];            /* at 0 */
+    int64_t shrunk[PLACES];         /* the same */
 } Layers;
 
 /* Ends a part of a layer. Its counter is not used again before the next layer. */
@@ -145,27 +151,42 @@ INLINE int is_called(const Layers *s) {
     return !s->rung || __atomic_load_n(s->rung, __ATOMIC_RELAXED);
 }
 
+/* Multiplies, with what adapters add at this place of the layer. */
+INLINE void multiply_at(Layers *s, Place place, const Matrix *m, const void *x, int narrow_x,
+                        void *made, int narrow, int added, const LowRank *const *adapters,
+                        int64_t thread, int64_t *next) {
+    Adapting adapting = {s->whose, adapters, place, s->low, s->stride};
+    int64_t rows = s->attention->rows;
+    if (adapters) {
+        shrink(&adapting, x, rows, m->in, narrow_x, &s->shrunk[place]);
+        if (s->wait) s->wait();
+        if (!thread) s->shrunk[place] = 0; /* it is not used again before the next layer */
+    }
+    multiply(m, x, made, rows, narrow, added, adapters ? &adapting : NULL, s->threads, next);
+}
+
 /* Runs a layer, up to the wait after its last part. */
-INLINE void run_layer(Layers *s, const Layer *l, void *kv, int64_t thread) {
+INLINE void run_layer(Layers *s, const Layer *l, void *kv, const LowRank *const *adapters,
+                      int64_t thread) {
     const Attention *a = s->attention;
     int narrow = s->narrow != 0, inner = a->narrow != 0;
-    int64_t rows = a->rows, threads = s->threads, *next = s->counters;
+    int64_t rows = a->rows, *next = s->counters;
     norm_rows(s->hidden, l->input_norm, s->normed, rows, s->width, s->eps, narrow, inner, next);
     next = ended(s, thread, 0);
-    multiply(l->qkv, s->normed, s->qkv, rows, inner, 0, threads, next);
+    multiply_at(s, QKV, l->qkv, s->normed, inner, s->qkv, inner, 0, adapters, thread, next);
     next = ended(s, thread, 1);
     write_kv(a, s->qkv, l->qk_norm, kv, next);
     next = ended(s, thread, 2);
     attend(a, kv, s->attended, l->window, thread, next);
     next = ended(s, thread, 3);
-    multiply(l->o, s->attended, s->hidden, rows, narrow, 1, threads, next);
+    multiply_at(s, O, l->o, s->attended, inner, s->hidden, narrow, 1, adapters, thread, next);
     next = ended(s, thread, 4);
     norm_rows(s->hidden, l->post_norm, s->normed, rows, s->width, s->eps, narrow, inner, next);
     if (!l->gate_up) return;
     next = ended(s, thread, 5);
-    multiply(l->gate_up, s->normed, s->gated, rows, inner, 0, threads, next);
+    multiply_at(s, GATE_UP, l->gate_up, s->normed, inner, s->gated, inner, 0, adapters, thread, next);
     next = ended(s, thread, 6);
-    multiply(l->down, s->gated, s->hidden, rows, narrow, 1, threads, next);
+    multiply_at(s, DOWN, l->down, s->gated, inner, s->hidden, narrow, 1, adapters, thread, next);
 }
 
 void run_layers(void *argument) {
@@ -175,7 +196,9 @@ void run_layers(void *argument) {
     do {
         for (; layer < s->stops[block]; layer++) {
             const Layer *l = s->layers[layer];
-            run_layer(s, l, s->kv + layer * s->kv_step, thread);
+            const LowRank *const *adapters =
+                s->whose ? s->adapters + layer * s->n_adapters : NULL;
+            run_layer(s, l, s->kv + layer * s->kv_step, adapters, thread);
             if (!thread && layer + 1 == s->stops[block]) s->over = is_called(s) && now() >= until;
             ended(s, thread, l->gate_up ? 7 : 5);
         }

@@ -37,6 +37,25 @@ typedef struct {
     int64_t scratch_size;
 } Attention;
 
+/* What an adapter adds to the product of a matrix: b (a x) (LoRA; Hu et al. 2021). */
+typedef struct {
+    int64_t rank;        /* a multiple of TOGETHER; 0: it adds nothing */
+    const float *a;      /* [rank, in] */
+    const float *b;      /* [panels, rank, WIDTH], scaled; outputs as in the matrix's panels */
+} LowRank;
+
+/* The places in a layer where adapters add something. */
+typedef enum { QKV, O, GATE_UP, DOWN, PLACES } Place;
+
+/* What adapters add to one product. */
+typedef struct {
+    const int32_t *whose;               /* [rows]: the number of the row's adapter; -1: it has none */
+    const LowRank *const *adapters;     /* of each its PLACES at this layer; NULL: nothing */
+    Place place;
+    float *low;                         /* [rows, stride]: a x of each row */
+    int64_t stride;
+} Adapting;
+
 /* All threads of a step make the same calls of the functions below. `next` counts the items of work
    that threads have taken; it is 0 at first. A result is complete when all threads have returned. */
 
@@ -49,9 +68,14 @@ void norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64
 int64_t best_way(void);
 
 /* Writes x [rows, in] times the matrix to `made` [rows, out], or [rows, out / 2] if it is gated.
-   `added`: adds to what is there. `threads`: how many make this call. */
+   `added`: adds to what is there. `adapting`: what adapters add before gating, after `shrink`; NULL:
+   nothing. `threads`: how many make this call. */
 void multiply(const Matrix *m, const void *x, void *made, int64_t rows, int narrow, int added,
-              int64_t threads, int64_t *next);
+              const Adapting *adapting, int64_t threads, int64_t *next);
+
+/* Writes a x to `low` for the rows of x [rows, in] that have adapters. */
+void shrink(const Adapting *adapting, const void *x, int64_t rows, int64_t in, int narrow,
+            int64_t *next);
 
 /* Rotates the queries, and writes keys and values to the layer's cache. qkv: [rows, (heads + 2 kv
    heads) x head_dim]; qk_norm: [heads + kv heads, head_dim] or NULL. */

@@ -12,6 +12,16 @@
 
 #include "products.h"
 
+/* Adds what the row's adapter adds to a panel's outputs. */
+INLINE void expand(const Adapting *adapting, int64_t row, int64_t panel, lanes *v) {
+    const LowRank *l = low_rank_of(adapting, row);
+    if (!l) return;
+    const float *low = adapting->low + row * adapting->stride;
+    const float *b = l->b + panel * l->rank * WIDTH;
+    for (int64_t k = 0; k < l->rank; k++, b += WIDTH)
+        for (int i = 0; i < 2; i++) v[i] += low[k] * load(b + 16 * i);
+}
+
 INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel,
                       const float *sums, int narrow, int added) {
     const Matrix *m = p->matrix;
@@ -24,6 +34,7 @@ INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel
             if (m->scales) v[i] *= load(m->scales + at);
             if (m->bias) v[i] += load(m->bias + at);
         }
+        if (p->adapting) expand(p->adapting, row + r, panel, v);
         if (m->gated) v[0] = silu(v[0]) * v[1];
         int64_t to = (row + r) * all_of + from;
         if (filled == width) {
@@ -52,11 +63,41 @@ void finish(const Product *p, int64_t row, int64_t rows, int64_t panel,
 int64_t best_way(void) { return has_tiles() ? TILES : has_pairs() ? PAIRS : VECTORS; }
 
 void multiply(const Matrix *m, const void *x, void *made, int64_t rows, int narrow, int added,
-              int64_t threads, int64_t *next) {
-    Product p = {m, x, made, rows, narrow, added, threads, next};
+              const Adapting *adapting, int64_t threads, int64_t *next) {
+    Product p = {m, x, made, rows, narrow, added, adapting, threads, next};
     if (m->way == TILES) with_tiles(&p);
     else if (m->way == PAIRS) with_pairs(&p);
     else with_vectors(&p);
+}
+
+/* --- adapters --- */
+
+/* The products of x [in] with TOGETHER rows of `a`. */
+INLINE void dot(const void *x, int64_t at, const float *a, int64_t in, float *low, int narrow) {
+    lanes sums[TOGETHER] = {{0}};
+    int64_t i = 0;
+    for (; i + 16 <= in; i += 16) {
+        lanes v = take(x, at + i, narrow);
+        for (int k = 0; k < TOGETHER; k++) sums[k] += v * load(a + k * in + i);
+    }
+    for (int k = 0; k < TOGETHER; k++) {
+        float sum = sum_of(sums[k]);
+        for (int64_t rest = i; rest < in; rest++) sum += get(x, at + rest, narrow) * a[k * in + rest];
+        low[k] = sum;
+    }
+}
+
+void shrink(const Adapting *adapting, const void *x, int64_t rows, int64_t in, int narrow,
+            int64_t *next) {
+    int64_t parts = adapting->stride / TOGETHER, item;
+    while ((item = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < rows * parts) {
+        int64_t row = item / parts, first = item % parts * TOGETHER;
+        const LowRank *l = low_rank_of(adapting, row);
+        if (!l || first >= l->rank) continue;
+        float *low = adapting->low + row * adapting->stride + first;
+        if (narrow) dot(x, row * in, l->a + first * in, in, low, 1);
+        else dot(x, row * in, l->a + first * in, in, low, 0);
+    }
 }
 
 /* --- packing --- */

@@ -11,6 +11,7 @@ enum {
     PART = 256,  /* inputs whose weights are in the first cache */
     CONVERTED = 64, /* the same, for weights that are converted first */
     AHEAD = 32 << 10, /* bytes that are fetched before they are read */
+    TOGETHER = 4, /* rows of an adapter's first matrix that are multiplied together */
     PAIRED = 32, /* panels are padded with zeros to a multiple of this many inputs */
     /* With up to this many rows, a product waits for memory. Its panels are then read past the
        caches, and what else a step needs stays there: between two steps, Python takes two thirds of
@@ -58,6 +59,7 @@ typedef struct {
     void *made;
     int64_t rows;
     int narrow, added;
+    const Adapting *adapting;
     int64_t threads, *next;
 } Product;
 
@@ -78,7 +80,14 @@ INLINE Item item_of(const Product *p, int64_t number) {
     return (Item){panel, row, least(ROWS, p->rows - row), (const char *)m->weight + at};
 }
 
-/* Applies scales, bias and gate to a panel's sums [rows, WIDTH], and writes them out. */
+/* What the row's adapter adds to the product; NULL: nothing. */
+INLINE const LowRank *low_rank_of(const Adapting *adapting, int64_t row) {
+    int32_t whose = adapting->whose[row];
+    const LowRank *places = whose < 0 ? NULL : adapting->adapters[whose];
+    return places && places[adapting->place].rank ? places + adapting->place : NULL;
+}
+
+/* Applies scales, bias, adapters and gate to a panel's sums [rows, WIDTH], and writes them out. */
 void finish(const Product *p, int64_t row, int64_t rows, int64_t panel, const float *sums);
 
 /* 16 weights, where those of an output lie apart. */

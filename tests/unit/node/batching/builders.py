@@ -18,7 +18,7 @@ from services.node.core.microbatches import (
 )
 from services.node.core.rows import Row
 from shared.errors import CapacityExceeded
-from shared.ids import ModelId
+from shared.ids import NO_ADAPTER, ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, Submit
 from tests.support.submits import BLOCKS, MODEL, stages, submit
@@ -51,14 +51,28 @@ class FakeKv:
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return model_id not in self.without
 
-    def adopt(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def adopt(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         self.asked[key] = tokens
         return self.cached.get(key, 0)
 
     def position_bytes(self, model_id: ModelId) -> int:
         return 100
 
-    def receive(self, model_id: ModelId, key: str, tokens: tuple[int, ...], limit: int) -> int:
+    def receive(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
         self.asked[key] = tokens
         if self.kv_used + movable(len(tokens)) > self.kv_capacity:
             raise CapacityExceeded("too few pages")
