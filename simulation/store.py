@@ -223,6 +223,9 @@ class ModelledStore:
     def import_checkpoint(self, path: Path, *, blocks: int) -> Imported:
         raise BadInput(f"{path}: a modelled disk has the models that it was made with, no others")
 
+    def import_adapter(self, path: Path, base: ModelId, manifest: Manifest) -> Imported:
+        raise BadInput(f"{path}: a modelled disk has no adapters")
+
     def remove(self, name: ModelId) -> None:
         if self._manifests.pop(name, None) is None:
             raise NotFound(f"model {name} is not on this disk")

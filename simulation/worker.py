@@ -18,7 +18,7 @@ from services.node.execution.sweeps import Ran
 from services.node.execution.worker import KV_WAIT_S
 from shared import telemetry
 from shared.clock import now
-from shared.errors import Conflict, LambdaScaleError, TransportError
+from shared.errors import Conflict, LambdaScaleError, TransportError, UnsupportedModel
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
@@ -128,6 +128,12 @@ class ModelledWorker:
         self._do(lambda steps: steps.close_model(model_id, asleep=asleep))
         self._forget(model_id)
         self._asleep |= {(model_id, block) for block in held}
+
+    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None:
+        raise UnsupportedModel("modelled engines have no adapters")
+
+    async def drop_adapter(self, name: ModelId) -> None:
+        """There is none."""
 
     async def submit(self, submit: Submit) -> None:
         """The same as Worker.submit, with its errors."""

@@ -40,7 +40,7 @@ TARGETS = (
 A, B = ".lora_A.weight", ".lora_B.weight"
 _WRAPPED = "base_model.model."
 """What PEFT puts before the names of the base's modules."""
-_PLAIN = {
+_PLAIN: Mapping[str, tuple[object, ...]] = {
     "bias": ("none",),
     "modules_to_save": (None, []),
     "use_dora": (None, False),
@@ -91,7 +91,7 @@ def open_adapter(path: Path, base: ModelId, config: AnyConfig) -> Checkpoint:
         "rank": rank,
         "scaling": alpha / (math.sqrt(rank) if rslora else rank),
     }
-    stored = {name: (found[names[name]],) for name in shapes}
+    stored: dict[str, tuple[StoredTensor, ...]] = {name: (found[names[name]],) for name in shapes}
     return Checkpoint(config, described, (tensors,), stored, {})
 
 
@@ -116,9 +116,9 @@ def _rank_and_alpha(path: Path, raw: Mapping[str, Any]) -> tuple[int, float]:
             "adapter to one of the original base (see PEFT's documentation)"
         )
     rank, alpha = raw.get("r"), raw.get("lora_alpha")
-    if type(rank) is not int or not 1 <= rank <= MOST_RANK:
+    if not isinstance(rank, int) or not 1 <= rank <= MOST_RANK:
         raise UnsupportedModel(f"{where}: r is {rank!r}; supported: 1 to {MOST_RANK}")
-    if type(alpha) not in (int, float) or not math.isfinite(alpha):
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
         raise CorruptCheckpoint(f"{where}: lora_alpha is {alpha!r}, no number")
     return rank, float(alpha)
 

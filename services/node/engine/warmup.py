@@ -132,7 +132,9 @@ def _run_text_encoder(
 
 
 def _span(positions: int, pages: range) -> Span:
-    sequence = KvSequence(SequenceKey(""), ModelId(""), (0, 1), range(1), positions, list(pages))
+    sequence = KvSequence(
+        SequenceKey(""), ModelId(""), (0, 1), range(1), positions, pages=list(pages)
+    )
     return sequence, 0, positions
 
 
