@@ -3,8 +3,9 @@ planner that stands by shows none of it."""
 
 from collections import Counter
 from collections.abc import Callable
+from statistics import median_low
 
-from services.planner.core.census import Census
+from services.planner.core.census import Census, wanted_nodes
 from services.planner.core.events import TERMINAL
 from services.planner.core.planner import Planner
 from shared import telemetry
@@ -27,6 +28,11 @@ class PlannerMetrics:
         metrics.watch(
             "gauge", f"{_P}_nodes", "Nodes that the planner knows, by what they may be used for",
             "duty", read=self._nodes,
+        )  # fmt: skip
+        metrics.watch(
+            "gauge", f"{_P}_wanted_nodes",
+            "Nodes like those that are there that would hold every replica that is wanted",
+            read=self._wanted_nodes,
         )  # fmt: skip
         self._of_models(
             "wanted_replicas",
@@ -91,6 +97,13 @@ class PlannerMetrics:
             return []
         found = Counter(info.duty for info in planner.nodes)
         return [((duty.value,), found[duty]) for duty in Duty]
+
+    def _wanted_nodes(self) -> Series:
+        planner = self._planner()
+        if planner is None or not planner.nodes:
+            return []
+        room = median_low(info.arena_bytes for info in planner.nodes)
+        return [((), wanted_nodes(self._census(), room))]
 
     def _census(self) -> tuple[Census, ...]:
         """Looks once for each page, and forgets models that are gone."""

@@ -43,3 +43,19 @@ def _one(model: ModelMachine, waits: bool) -> Census:
         waits=waits,
         nbytes=model.record.nbytes,
     )
+
+
+def wanted_nodes(models: Iterable[Census], room: int) -> int:
+    """How many nodes would hold every replica that is wanted, each node with `room` bytes for
+    weights and at most one replica of each model: large models first, each on the first nodes that
+    have room. No node can hold a model that is larger. Takes O(models x nodes)."""
+    free: list[int] = []
+    fitting = (model for model in models if model.wanted and 0 < model.nbytes <= room)
+    for model in sorted(fitting, key=lambda model: (-model.nbytes, model.model)):
+        left = model.wanted
+        for node, there in enumerate(free):
+            if left and there >= model.nbytes:
+                free[node] -= model.nbytes
+                left -= 1
+        free += [room - model.nbytes] * left
+    return len(free)

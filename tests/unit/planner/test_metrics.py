@@ -32,6 +32,7 @@ async def test_replicas_wanted_and_there_and_events(cluster: Cluster) -> None:
     assert page(metrics)[ended] == 2
     assert shown("event_seconds_count") == 2
     assert shown("running_events") == 0
+    assert page(metrics)["lambdascale_planner_wanted_nodes"] == 2
     await cluster.remove_model()
     await cluster.until(lambda: NAME not in "".join(page(metrics)))
 
