@@ -34,6 +34,7 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 class BusConfig(_Section, frozen=True, kw_only=True):
     url: str = "nats://127.0.0.1:4222"
+    """Address of nats-server; of a cluster of them several, with commas between them."""
     credentials: str = ""
     """Directory with the key of one NATS user, from `lambdascale init`: who this process is. Empty:
     none, for a server that asks for none."""
@@ -41,12 +42,14 @@ class BusConfig(_Section, frozen=True, kw_only=True):
     """PEM file with the authority that the server's certificate is from. NATS is then spoken to
     with TLS only. Empty: without TLS."""
     connect_timeout_s: Positive = 5.0
+    """How long a process that starts, and each attempt to connect again, waits for NATS."""
     replicas: Count = 1
     """Copies that NATS keeps of durable state. 3 on a cluster of NATS servers."""
 
 
 class TelemetryConfig(_Section, frozen=True, kw_only=True):
     log_level: str = "info"
+    """The least that is logged: debug, info, warning, error or off."""
     log_json: bool = False
     """Whether logs on standard error are JSON lines (True), or lines for people (False)."""
     trace_dir: str = ""
@@ -62,7 +65,9 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     name: Name = "gateway"
     """What its id begins with; the rest comes from the durable store. Gateways may share it."""
     host: str = "127.0.0.1"
+    """The address at which the API is served."""
     port: Port = 8000
+    """The port of the API."""
     share_port: bool = False
     """Whether several gateway processes of a machine listen at this address, as more processors are
     needed than one process uses. Each connection goes to one of them (SO_REUSEPORT)."""
@@ -73,6 +78,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     """PEM file with the certificate (and those between it and its authority) that clients see. With
     `tls_key`, the API is HTTPS. Empty: HTTP."""
     tls_key: str = ""
+    """PEM file with the key of `tls_certificate`."""
     hosts: tuple[str, ...] = ()
     """Names by which clients call the gateway. Where it listens on loopback, or where names are
     given, requests for other hosts are refused, but for addresses, `localhost` and the machine's
@@ -89,6 +95,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
     """How long the headers of a request, and then its body, may take to arrive, and how long a
     client may leave its answer unread."""
     max_body_bytes: Count = 1 << 20
+    """Limit for the body of a request, when it is unpacked."""
     max_image_bytes: Count = 16 << 20
     """Limit for a body with an image."""
     max_queue: Size = 1024
@@ -108,6 +115,7 @@ class GatewayConfig(_Section, frozen=True, kw_only=True):
 
 class PlannerConfig(_Section, frozen=True, kw_only=True):
     tick_s: Positive = 0.1
+    """The least time between decisions about a model, and between attempts at what failed."""
     queue_per_instance: Positive = 0.25
     """Queued work that justifies one more instance, as a share of the work that an instance takes
     at once."""
@@ -163,7 +171,7 @@ class RegistryConfig(_Section, frozen=True, kw_only=True):
     restart that is over by then moves nothing."""
     host_copies: Size = 1
     """How many machines keep each idle model in memory, as far as nodes have host caches
-    (`node.host_bytes`). `lambdascale model set --host-copies` says it for one model."""
+    (`node.host_bytes`)."""
     copies_at_a_time: Count = 4
     """The most copies that are made at a time on disks, and the most in host caches, each on a node
     of its own."""
@@ -178,6 +186,7 @@ class RegistryConfig(_Section, frozen=True, kw_only=True):
 
 class NodeConfig(_Section, frozen=True, kw_only=True):
     id: Name = "node-0"
+    """The node's name, which no other node of the cluster may have."""
     host: str = "127.0.0.1"
     """The address that the data plane binds to and tells others."""
     port: Port = 0
@@ -197,6 +206,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     disk_bytes_per_s: Size = 0
     """Paces reads of packed models, for a disk that others use too. 0: as fast as it goes."""
     device: str = "cpu"
+    """What computes: `cpu`, or a GPU such as `cuda:0`."""
     cpu_weights: Literal["stored", "packed", "int8"] = "packed"
     """How a CPU computes with weights. `stored`: from the arena, without further memory, slowest.
     `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to 8 bits;
@@ -248,6 +258,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     nodes send each other over TCP is encrypted. All nodes have a certificate or none. Empty: no
     TLS."""
     tls_key: str = ""
+    """PEM file with the key of `tls_certificate`."""
     tls_authority: str = ""
     """PEM file with the authority whose certificates other nodes must show."""
     secret_file: str = ""

@@ -3,13 +3,21 @@
 `tests/unit/test_reference.py` compares them with what is there.
 """
 
-from collections.abc import Callable
+import argparse
+import ast
+import itertools
+import json
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from services.cli.main import make_parser
 from services.gateway.service import GatewayService
 from services.node.metrics import NodeMetrics
 from services.planner.metrics import PlannerMetrics
 from services.registry.metrics import RegistryMetrics
+from shared import config
 from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig, GatewayConfig
@@ -81,7 +89,101 @@ def metrics_page() -> str:
     return "\n".join(parts)
 
 
-PAGES: dict[str, Callable[[], str]] = {"metrics.md": metrics_page}
+_CONFIGURATION = """# Configuration
+
+Defaults < file (TOML, `--config FILE`) < environment. One file serves all processes; its tables are
+the headings below. In the environment a value is `LAMBDASCALE_TABLE_KEY`, for example
+`LAMBDASCALE_PLANNER_IDLE_S=30`; lists have commas between their values. An unknown key refuses to
+start. Sizes are in bytes, times in seconds. `deploy/lambdascale.toml.example` is a file to begin
+with.
+"""
+
+
+def configuration_page() -> str:
+    parts = [MADE, _CONFIGURATION]
+    texts = _texts_of_fields(Path(config.__file__))
+    for table in msgspec.structs.fields(config.Config):
+        rows = [
+            f"| `{field.name}` | {_default(field)} | {texts[table.type.__name__][field.name]} |"
+            for field in msgspec.structs.fields(table.type)
+        ]
+        head = "| key | default | meaning |\n|---|---|---|"
+        parts.append("\n".join([f"## {table.name}\n", head, *rows, ""]))
+    return "\n".join(parts)
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is msgspec.NODEFAULT:
+        return "the machine's name"  # the only one that is made when a process starts
+    return f"`{json.dumps(field.default)}`"
+
+
+def _texts_of_fields(module: Path) -> dict[str, dict[str, str]]:
+    """What stands below each field of each class."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse(module.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            texts = found[node.name] = {}
+            for field, text in itertools.pairwise(node.body):
+                match field, text:
+                    case (
+                        ast.AnnAssign(target=ast.Name(id=name)),
+                        ast.Expr(value=ast.Constant(value=str() as said)),
+                    ):
+                        texts[name] = " ".join(said.split()).replace("|", "\\|")
+    return found
+
+
+_COMMANDS = """# Commands
+
+`lambdascale COMMAND --help` says the same in a terminal. Exit codes: 0 done, 1 failed, 2 wrong
+usage, 130 interrupted. Results go to standard output, everything else to standard error.
+"""
+
+
+def commands_page() -> str:
+    return "\n".join([MADE, _COMMANDS, *_described(make_parser(), "lambdascale", "")])
+
+
+def _described(parser: argparse.ArgumentParser, name: str, summary: str) -> Iterator[str]:
+    """The command, then its subcommands, each with the line that lists it."""
+    subcommands: list[tuple[argparse.ArgumentParser, str]] = []
+    rows = []
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            listed = {each.dest: each.help or "" for each in action._choices_actions}
+            seen = {id(each): (each, word) for word, each in reversed(action.choices.items())}
+            for each, word in sorted(seen.values(), key=lambda found: found[1]):
+                subcommands.append((each, listed.get(word, "")))
+        elif action.dest != "help" and action.help != argparse.SUPPRESS:
+            rows.append(f"| {_shown(action)} | {_explained(action)} |")
+    if summary:
+        yield f"## {name}\n"
+        yield f"{summary[0].upper()}{summary[1:].rstrip('.')}.\n"
+    if rows:
+        yield "\n".join(["| option | meaning |\n|---|---|", *rows, ""])
+    for each, text in subcommands:
+        yield from _described(each, each.prog, text or each.description or "")
+
+
+def _shown(action: argparse.Action) -> str:
+    value = action.metavar or ("" if action.nargs == 0 else action.dest.upper())
+    if not action.option_strings:
+        return f"`{action.metavar or action.dest}`"
+    names = ", ".join(action.option_strings)
+    return f"`{names} {value}`" if value and action.nargs != 0 else f"`{names}`"
+
+
+def _explained(action: argparse.Action) -> str:
+    known = {**vars(action), "prog": "lambdascale"}
+    return " ".join(((action.help or "") % known).split()).replace("|", "\\|")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "metrics.md": metrics_page,
+    "configuration.md": configuration_page,
+    "commands.md": commands_page,
+}
 
 
 if __name__ == "__main__":
