@@ -19,9 +19,10 @@ PROMPTS_AHEAD = 4096
 prompts left to prefill. They keep it busy, and further requests would wait there in vain
 when another instance appears."""
 IN_LINE = 2.0
-"""As many times as much is sent to the first stage of a path, unless its part of that keeps it as
-busy as a replica. More would only wait there: it has run most of the blocks of so many prompts
-before the next stage takes them."""
+"""As many times as much is sent to a path of two stages, unless the first stage's part of that
+keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
+prompts before the second stage takes them. On longer paths prompts would wait while other nodes
+become complete."""
 _NOTHING = 1e-6
 """Sums of weights are no less than this, but for what rounding leaves of them."""
 
@@ -116,11 +117,16 @@ class Route:
 
     @property
     def _most_prompts(self) -> float:
-        """The first stage of a path runs prompts on while the next one is busy, and so works ahead
-        of it."""
-        if len(self.places) > 1:
+        """The first stage of a pair works ahead of the second one."""
+        if self._is_pair:
             return self.prompts_ahead * min(1 / self.places[0].share, IN_LINE)
         return self.prompts_ahead * self.instance.capacity
+
+    @property
+    def _is_pair(self) -> bool:
+        """Whether the instance is a node and another one behind it, which takes prompts from it as
+        it can (`services.node.core.live_scaling`)."""
+        return len(self.places) == 2
 
     def _note_room(self) -> None:
         """To be called after each change that `has_room` depends on."""
@@ -166,12 +172,12 @@ class Route:
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths
-        that get no new requests. A replica has the slots that it was granted. Prompts wait where
-        their paths begin. Where a suspect is tried, nothing else begins."""
+        that get no new requests. A replica has the slots that it was granted. The prompts of a
+        pair wait at its first node. Where a suspect is tried, nothing else begins."""
         node, stages = place.node, len(self.places)
         return (
             not node.suspects
-            and (node.prompts < node.prompts_ahead or place is not self.places[0])
+            and (node.prompts < node.prompts_ahead or (self._is_pair and place is self.places[1]))
             and (stages == 1 or node.account.has_room(stages, place.weight))
         )
 
