@@ -4,12 +4,13 @@ Nothing here imports torch: the tests of the pure cores do not need it, and it t
 """
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import importlib.util
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
-from tests.support import dealing, forks
+from tests.support import collecting, dealing, forks
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -76,8 +77,17 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(Leftovers())
 
 
-def pytest_sessionfinish() -> None:
+@pytest.hookimpl(wrapper=True)
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
+    given = getattr(session.config, "workerinput", None)
+    with collecting.in_turn(given["testrunuid"]) if given else contextlib.nullcontext():
+        return (yield)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
     forks.stop()
+    if given := getattr(session.config, "workerinput", None):
+        collecting.forget(given["testrunuid"])
 
 
 def pytest_collection_finish() -> None:

@@ -44,6 +44,22 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(libraries(empty_cache)) == 2
 
 
+TOGETHER = """
+import os
+from services.node.engine import kernels
+from services.node.transport import native
+
+started = []
+for _ in range(3):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(not (kernels.load() and native.load()))
+    started.append(pid)
+assert [os.waitpid(pid, 0)[1] for pid in started] == [0, 0, 0]
+"""
+"""Processes that have imported torch once for all of them."""
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_processes_that_start_together_compile_once_and_later_ones_not_at_all(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -54,13 +70,8 @@ def test_processes_that_start_together_compile_once_and_later_ones_not_at_all(
     script.write_text(f'#!/bin/sh\necho ran >> "{ran}"\nexec "{real}" "$@" {QUICKLY}\n')
     script.chmod(0o755)
     monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
-    loaded = (
-        "from services.node.engine import kernels; from services.node.transport import native; "
-        "assert kernels.load() and native.load()"
-    )
     for _ in range(2):  # a second start compiles nothing
-        together = [subprocess.Popen([sys.executable, "-c", loaded]) for _ in range(3)]
-        assert [process.wait() for process in together] == [0, 0, 0]
+        subprocess.run([sys.executable, "-c", TOGETHER], check=True)
         assert ran.read_text() == "ran\n" * 2
         assert sorted(path.name.partition("-")[0] for path in libraries(empty_cache)) == [
             "kernels",
