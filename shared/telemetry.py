@@ -7,6 +7,7 @@ across all processes. There is no span for single tokens.
 """
 
 import logging
+import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -89,7 +90,9 @@ def configure(service: str, config: TelemetryConfig) -> None:
     renderer = (
         structlog.processors.JSONRenderer()
         if config.log_json
-        else structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())
+        else structlog.dev.ConsoleRenderer(
+            colors=sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+        )
     )
     structlog.configure(
         processors=[

@@ -44,16 +44,20 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
 def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
     from services.cli import (
         bench,
+        completion,
         demo,
+        doctor,
         events,
         init,
         keys,
+        logs,
         models,
         plan,
         pool,
         simulate,
         status,
         tenants,
+        top,
         up,
         usage,
     )
@@ -62,6 +66,7 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         demo,
         up,
         status,
+        top,
         pool,
         models,
         events,
@@ -72,9 +77,12 @@ def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
         tenants,
         keys,
         usage,
+        doctor,
+        logs,
         self_test,
     ):
         module.add_parser(commands)
+    completion.add_parser(commands, make_parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

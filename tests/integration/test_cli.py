@@ -67,12 +67,24 @@ async def test_from_up_to_down(directory: Path) -> None:
     check_status(status.document, url)
     assert "open sesame" not in (directory / "lambdascale-data" / "cluster.json").read_text()
 
+    await check_what_is_watched(run)
     await check_pool(run)
     await check_keys(url)
     await check_models(run, url)
     await check_scaling_by_hand(run, url)
     await check_scaling(run)
     await check_end(run, directory)
+
+
+async def check_what_is_watched(run: Callable[..., Any]) -> None:
+    top = await run("top")
+    assert top.code == 0, top.err
+    (row,) = [line.split() for line in top.out.splitlines() if line.startswith("tiny ")]
+    assert row[3] == "1"  # replica
+    logs = await run("logs", "planner", "--lines", "50")
+    assert logs.code == 0, logs.err
+    assert "planner | " in logs.out
+    assert "ready" in logs.out
 
 
 async def until_served(run: Callable[..., Any]) -> None:
