@@ -190,7 +190,12 @@ def inbox_of(key: str) -> str:
 
 def permissions(role: Role, node: NodeId | None, inbox: str) -> Permissions:
     """What a user of the role may do. `node`: which node it is; `inbox`: where it gets answers."""
-    says = [_narrowed(topic.subject, node) for topic in TOPICS if role in topic.says]
+    # What a node says to other nodes goes to any of them.
+    says = [
+        topic.subject if NODE <= topic.hears else _narrowed(topic.subject, node)
+        for topic in TOPICS
+        if role in topic.says
+    ]
     hears = [_narrowed(topic.subject, node) for topic in TOPICS if role in topic.hears]
     stored = [subject for bucket in BUCKETS for subject in _on_bucket(bucket, role, node)]
     stored += _on_assets(role)

@@ -8,7 +8,9 @@ import aiohttp
 import pytest
 from safetensors.torch import load_file, save_file
 
+from services.local.cluster import node_id
 from services.local.publishing import import_model
+from services.node.checkpoints.adapter import WEIGHTS
 from shared.ids import ModelName
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import ImportModel
@@ -20,6 +22,8 @@ from tests.support.models import TINY
 
 SPECS = {"sql": AdapterSpec(1, rank=8), "poems": AdapterSpec(2, rank=5, targets=adapters.ATTENTION)}
 TOKENS = 24
+LONG = 100
+"""Tokens: requests still run when the first copies are complete."""
 
 
 class Tuned:
@@ -91,3 +95,61 @@ async def test_adapters_are_published_asked_for_and_removed(
         for name in (*SPECS, MODEL):
             removed = await command("model", "rm", name, *data)
             assert removed.code == 0, removed.err
+
+
+async def test_over_paths_with_room_for_one_adapter(
+    tmp_path: Path, checkpoint: Path, tuned: Tuned, oracle: Oracle
+) -> None:
+    """Only one disk has the adapters: the other nodes read them from there, again and again."""
+    size = max(memory(path) for path in tuned.paths.values())
+    settings = {"LAMBDASCALE_NODE_ADAPTER_BYTES": str(size), "LAMBDASCALE_NODE_SLOTS": "4"}
+    async with running(tmp_path, checkpoint, nodes=3, settings=settings, min_instances=3) as up:
+        records = await tuned.publish(up)
+        asked = prompts(2, TINY.vocab_size)
+        stages = await up.path(*(node_id(number) for number in range(3)))
+        for name in ("sql", "poems", "sql"):
+            expected = tuned.oracles[name].tokens(asked, TOKENS)
+            adapter = records[name].model_id
+            own = [up.over_path(stages, prompt, TOKENS, adapter) for prompt in asked]
+            plain = [up.over_path(stages, prompt, TOKENS) for prompt in asked]
+            answers = await asyncio.gather(*own, *plain)
+            assert answers == expected + oracle.tokens(asked, TOKENS)
+
+
+def memory(path: Path) -> int:
+    return sum(tensor.numel() * 4 for tensor in load_file(path / WEIGHTS).values())
+
+
+async def test_across_a_mode_switch_and_the_death_of_a_node(
+    tmp_path: Path, checkpoint: Path, tuned: Tuned, oracle: Oracle
+) -> None:
+    settings = {
+        "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.6 MB takes 3 s
+        "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
+        "LAMBDASCALE_NODE_SLOTS": "4",
+        "LAMBDASCALE_NODE_SPECULATION": "0",
+        "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "2",
+    }
+    async with running(tmp_path, checkpoint, nodes=3, settings=settings) as up:
+        await tuned.publish(up)
+        asked = prompts(8, TINY.vocab_size)
+        oracles = {MODEL: oracle, **tuned.oracles}
+
+        async def ask_all() -> None:
+            answers = await asyncio.gather(*(up.ask_all(asked, LONG, model=n) for n in oracles))
+            for name, answer in zip(oracles, answers, strict=True):
+                assert {one.error for one in answer} == {""}
+                assert [one.tokens for one in answer] == oracles[name].tokens(asked, LONG), name
+
+        await ask_all()
+        assert any(token.stages > 1 for token in up.watch.partial_tokens)
+        assert up.watch.switched
+        load = asyncio.create_task(ask_all())
+        await up.until(lambda: len(up.watch.replicas) > 1, "a second replica")
+        await up.until(lambda: has_requests(up), "requests that run")
+        up.kill(next(s.node for i in up.watch.instances for s in i.stages))
+        await load
+
+
+def has_requests(up: Running) -> bool:
+    return up.watch.load is not None and up.watch.load.running_requests > 4

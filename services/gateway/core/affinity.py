@@ -1,8 +1,9 @@
 """Which instance has the beginning of a request's KV already, if the request may go there.
 
 A request with a session goes to its session's home, the same at every gateway (`ring`). Any other
-goes where most of its prompt was computed before, as far as this gateway knows (`prefixes`). Either
-way only if that costs nobody anything:
+goes where most of its prompt was computed before, as far as this gateway knows (`prefixes`), or
+else where its adapter ran last, which then need not be loaded (`carriers`). Either way only if that
+costs nobody anything:
 
 - The instance has room (`is_free`): what could begin elsewhere never waits for a prefix.
 - It has fewer tokens left to prefill than the request saves there. So the first token comes no
@@ -46,11 +47,14 @@ def prefer(table: Table, request: Request, now: float) -> Kept | None:
         _home(table, request, islice(homes, 1), now)
         or _holder(table, request, now)
         or _home(table, request, homes, now)
+        or _carrier(table, request, now)
     )
 
 
 def learn(table: Table, request: Request, route: Route) -> None:
     """The instance has computed the KV of the request's prompt, and of its tokens so far."""
+    if request.adapter:
+        table.carriers.learn(request.adapter, route.instance.leader)
     if route.instance.is_replica and _has_prefix(request):
         tokens = (*request.prompt, *request.tokens) if request.tokens else request.prompt
         marks = marks_of(tokens, _marks(request), request.adapter)
@@ -76,6 +80,14 @@ def _holder(table: Table, request: Request, now: float) -> Kept | None:
             least = min(fit, key=lambda route: route.load())
             return Kept(least, f"for {saved} tokens of its prompt")
     return None
+
+
+def _carrier(table: Table, request: Request, now: float) -> Kept | None:
+    """Of the instances on which its adapter ran lately the least loaded."""
+    known = (table.replicas.get(node) for node in table.carriers.of(request.adapter))
+    saved = len(request.prompt)
+    fit = [route for route in known if route and _suits(table, route, request, saved, now)]
+    return Kept(min(fit, key=lambda route: route.load()), "for its adapter") if fit else None
 
 
 def _suits(table: Table, route: Route, request: Request, saved: int, now: float) -> bool:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 
+from services.gateway.core.carriers import Carriers
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.ring import Ring, points_of
@@ -31,6 +32,7 @@ class Table:
         self.replicas: dict[NodeId, Route] = {}
         """The complete replicas, by node."""
         self.prefixes = Prefixes()
+        self.carriers = Carriers()
         self._points: dict[NodeId, int] = {}
         """How many points each replica that serves has on the ring."""
         self._ring: Ring | None = None

@@ -10,6 +10,7 @@ from services.gateway.core.prefixes import PART
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import choose
 from services.gateway.core.table import Table
+from shared.ids import ModelId
 from shared.messages.instances import InstanceState
 from shared.messages.serving import Pooling
 from tests.unit.gateway.dispatch.builders import MODEL, Driver, sent
@@ -43,6 +44,28 @@ def test_a_prompt_goes_where_its_beginning_was_computed() -> None:
     assert kept is not None
     assert (kept.route.instance.id, kept.why) == ("replica-2", "for 128 tokens of its prompt")
     assert preferred(table, asking(prompt=PROMPT[1:])) is None, "it begins otherwise"
+
+
+def adapted(name: str, adapter: str, prompt: tuple[int, ...] = PROMPT) -> Request:
+    found = asking(name, prompt)
+    found.adapter = ModelId(adapter)
+    return found
+
+
+def test_an_adapter_goes_where_it_ran_and_finds_only_its_own_kv() -> None:
+    table = table_of((replica(1), 0, 0), (replica(2), 0, 0), (replica(3), 0, 0))
+    learn(table, adapted("a", "sql"), table.routes[replica(2).id])
+    other = tuple(range(500, 510))
+    kept = prefer(table, adapted("b", "sql", other), 0.0)
+    assert kept is not None
+    assert (kept.route.instance.id, kept.why) == ("replica-2", "for its adapter")
+    assert preferred(table, adapted("c", "poems")) is None, "the same prompt has other KV"
+    assert preferred(table, asking("d")) is None
+    known_on(table, 3)
+    assert preferred(table, asking("e")) == "replica-3"
+    assert preferred(table, adapted("f", "sql")) == "replica-2"
+    table.drop_node(table.routes[replica(2).id].instance.leader)
+    assert preferred(table, adapted("g", "sql")) is None
 
 
 def test_of_several_with_as_much_the_least_loaded_is_taken() -> None:
