@@ -192,7 +192,7 @@ def permissions(role: Role, node: NodeId | None, inbox: str) -> Permissions:
     """What a user of the role may do. `node`: which node it is; `inbox`: where it gets answers."""
     # What a node says to other nodes goes to any of them.
     says = [
-        topic.subject if NODE <= topic.hears else _narrowed(topic.subject, node)
+        topic.subject if Role.NODE in topic.hears else _narrowed(topic.subject, node)
         for topic in TOPICS
         if role in topic.says
     ]

@@ -12,6 +12,7 @@ rows of all modules, and `b` is zero where an output is not of the row's module.
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,7 +23,8 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
 from services.node.engine.attention import Span
 from services.node.engine.base import Weights
-from services.node.engine.linear import PANEL, linear
+from services.node.engine.huge_pages import HugePages
+from services.node.engine.linear import linear
 from services.node.engine.weights import BlockTensors
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -35,6 +37,8 @@ FUSED: Mapping[str, tuple[str, ...]] = {
 }
 """The modules of a layer that share a product, by the place of that product."""
 assert tuple(FUSED) == kernels.PLACES
+LANES = 16
+"""Outputs that the kernels add to at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,23 @@ class LowRank:
         return linear(self.b, None, "stored")(low)
 
 
-@dataclass(frozen=True, slots=True)
 class GivenLayer:
     """What is added in one layer, as the kernels take it."""
 
-    places: ctypes.Array[kernels.LowRank]
-    kept: tuple[Tensor, ...]
-    """The matrices, which the kernels know by address."""
+    def __init__(self) -> None:
+        self._places = (kernels.LowRank * len(kernels.PLACES))()
+        self._kept: list[Tensor] = []
+        """What the kernels know by address."""
+
+    def put(self, place: str, a: Tensor, b: Tensor, windows: Tensor) -> None:
+        self._kept += [a, b, windows]
+        self._places[kernels.PLACES.index(place)] = kernels.LowRank(
+            rank=len(a), a=a.data_ptr(), b=b.data_ptr(), windows=windows.data_ptr()
+        )
 
     @property
     def address(self) -> int:
-        return ctypes.addressof(self.places)
+        return ctypes.addressof(self._places)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,72 +99,107 @@ def read_adapter(
 ) -> Adapter:
     """`weights`: the bytes of the adapter's block, which are verified, and may be reused
     afterwards. `compiled`: whether the base runs on the kernels for CPUs."""
-    tensors = _Tensors(manifest.blocks[0], weights, "stored")
-    found = tensors.scaled(float(manifest.config["scaling"]))
-    shapes = linear_shapes(config)
+    found = _Tensors(manifest.blocks[0], weights, "stored").named
+    shapes, scaling = linear_shapes(config), float(manifest.config["scaling"])
+    # On a CPU, memory that is new takes longer to get than to fill, unless it comes in huge pages.
+    pages = HugePages(sum(tensor.numel() * 4 for tensor in found.values()))
     layers: dict[int, dict[str, LowRank]] = {}
+    given: dict[int, GivenLayer] = {}
+    stride = 0
     for layer in range(config.n_layers):
         for place, targets in FUSED.items():
-            low = _fused([f"model.layers.{layer}.{target}" for target in targets], found, shapes)
-            if low is not None:
-                layers.setdefault(layer, {})[place] = low.to(device)
-    base = ModelId(str(manifest.config["base"]))
-    stride = max(len(low.a) for places in layers.values() for low in places.values())
-    if compiled:
-        return Adapter(base, stride, {}, {i: _given(places) for i, places in layers.items()})
-    return Adapter(base, stride, layers, {})
+            modules = [
+                _Module(shapes[name][0], found.get(name + A), found.get(name + B))
+                for name in (f"model.layers.{layer}.{target}" for target in targets)
+                if name in shapes
+            ]
+            if not (rank := sum(module.rank for module in modules)):
+                continue
+            a = _stacked(modules, rank, pages)
+            stride = max(stride, len(a))
+            if compiled:
+                known = given.setdefault(layer, GivenLayer())
+                known.put(place, a, *_packed(modules, scaling, pages, gated=place == "gate_up"))
+            else:
+                low = LowRank(a.to(device), _dense(modules, len(a), scaling).to(device))
+                layers.setdefault(layer, {})[place] = low
+    return Adapter(ModelId(str(manifest.config["base"])), stride, layers, given)
 
 
 class _Tensors(BlockTensors):
-    def scaled(self, scaling: float) -> dict[str, Tensor]:
-        """All tensors in float32, in new memory. Those of `b` are scaled."""
-        return {
-            name: self._view(spec).float().cpu().clone() * (scaling if name.endswith(B) else 1.0)
-            for name, spec in self._specs.items()
-        }
+    @property
+    def named(self) -> dict[str, Tensor]:
+        """Views of all tensors."""
+        return {name: self._view(spec).cpu() for name, spec in self._specs.items()}
 
 
-def _fused(
-    modules: Sequence[str], found: Mapping[str, Tensor], shapes: Mapping[str, tuple[int, int]]
-) -> LowRank | None:
-    """The one pair of the modules that share a product. None: the adapter has none of them."""
-    present = [module for module in modules if module + A in found]
-    if not present:
-        return None
-    a = torch.cat([found[module + A] for module in present])
-    b = torch.zeros(sum(shapes[module][0] for module in modules), len(a))
+class _Module(NamedTuple):
+    outputs: int
+    a: Tensor | None
+    b: Tensor | None
+    """None, both: the adapter leaves the module alone."""
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.a is None else len(self.a)
+
+
+def _stacked(modules: Sequence[_Module], rank: int, pages: HugePages) -> Tensor:
+    """`a` of all modules, and zeros up to a multiple of TOGETHER."""
+    parts = [module.a for module in modules if module.a is not None]
+    full = -(-rank // kernels.TOGETHER) * kernels.TOGETHER
+    made, at = pages.take(full, parts[0].shape[1], torch.float32), 0
+    for part in parts:
+        made[at : at + len(part)] = part
+        at += len(part)
+    made[at:] = 0
+    return made
+
+
+def _dense(modules: Sequence[_Module], rank: int, scaling: float) -> Tensor:
+    """`b` of all modules: zero where an output is not of the rank's module."""
+    made = torch.zeros(sum(module.outputs for module in modules), rank)
     first, at = 0, 0
     for module in modules:
-        outputs = shapes[module][0]
-        if module in present:
-            own = found[module + B]
-            b[first : first + outputs, at : at + own.shape[1]] = own
-            at += own.shape[1]
-        first += outputs
-    spare = -len(a) % kernels.TOGETHER
-    return LowRank(functional.pad(a, (0, 0, 0, spare)), functional.pad(b, (0, spare)))
+        if module.b is not None:
+            own = made[first : first + module.outputs, at : at + module.rank]
+            own.copy_(module.b).mul_(scaling)
+        first, at = first + module.outputs, at + module.rank
+    return made
 
 
-def _given(places: Mapping[str, LowRank]) -> GivenLayer:
-    given = (kernels.LowRank * len(kernels.PLACES))()
-    kept: list[Tensor] = []
-    for i, place in enumerate(kernels.PLACES):
-        if (low := places.get(place)) is not None:
-            a, b = low.a.contiguous(), _panels(low.b, gated=place == "gate_up")
-            kept += [a, b]
-            given[i] = kernels.LowRank(rank=len(a), a=a.data_ptr(), b=b.data_ptr())
-    return GivenLayer(given, tuple(kept))
-
-
-def _panels(b: Tensor, *, gated: bool) -> Tensor:
-    """[panels, rank, PANEL] from [out, rank]; outputs as in the panels of the base's matrix
-    (products.c). A panel of a gated matrix has half gates, half outputs."""
-    halves = 2 if gated else 1
-    rank, each = b.shape[1], PANEL // halves
-    parts = b.view(halves, -1, rank)
-    parts = functional.pad(parts, (0, 0, 0, -parts.shape[1] % each))
-    panels = parts.view(halves, -1, each, rank).permute(1, 3, 0, 2)
-    return panels.reshape(-1, rank, PANEL).contiguous()
+def _packed(
+    modules: Sequence[_Module], scaling: float, pages: HugePages, *, gated: bool
+) -> tuple[Tensor, Tensor]:
+    """`b` as the kernels read it, and its windows (`LowRank` in kernels.h). A panel of a gated
+    matrix has LANES gates, then the LANES outputs that they gate."""
+    if not gated and any(module.outputs % LANES for module in modules[:-1]):
+        rank = sum(module.rank for module in modules)
+        b = _dense(modules, rank, scaling)
+        modules, scaling = [_Module(len(b), b.t(), b)], 1.0
+    groups = [-(-module.outputs // LANES) for module in modules]
+    made = pages.take(
+        sum(n * module.rank for n, module in zip(groups, modules, strict=True)),
+        LANES,
+        torch.float32,
+    )
+    windows: list[Tensor] = []
+    at, first = 0, 0
+    for n, module in zip(groups, modules, strict=True):
+        rank = module.rank
+        window = torch.zeros(n, 3, dtype=torch.int32)
+        if module.b is not None:
+            b = functional.pad(module.b, (0, 0, 0, n * LANES - module.outputs))
+            own = made[at : at + n * rank].view(n, rank, LANES)
+            own.copy_(b.view(n, LANES, rank).transpose(1, 2)).mul_(scaling)
+            window[:, 0], window[:, 1] = first, rank
+            window[:, 2] = torch.arange(at, at + n * rank, rank)
+        windows.append(window)
+        at, first = at + n * rank, first + rank
+    if gated:
+        return made, torch.stack(windows, dim=1).view(-1, 3).contiguous()
+    joined = torch.cat(windows)
+    return made, functional.pad(joined, (0, 0, 0, len(joined) % 2)).contiguous()
 
 
 @dataclass(slots=True)

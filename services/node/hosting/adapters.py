@@ -9,7 +9,7 @@ and nothing else.
 import asyncio
 import mmap
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from dataclasses import dataclass
 
 from structlog.stdlib import BoundLogger
@@ -141,8 +141,7 @@ class Adapters:
         async with self._making_room:
             await self._make_room(memory_of(manifest))
             held.nbytes = memory_of(manifest)
-        buffer = memoryview(mmap.mmap(-1, manifest.nbytes))
-        await self._read(adapter, manifest, buffer)
+        buffer = await self._read(adapter, manifest)
         await self._worker.adapt(adapter, manifest, buffer)
 
     async def _make_room(self, nbytes: int) -> None:
@@ -176,12 +175,13 @@ class Adapters:
 
     # --- where it comes from ---
 
-    async def _read(self, adapter: ModelId, manifest: Manifest, into: memoryview) -> None:
+    async def _read(self, adapter: ModelId, manifest: Manifest) -> memoryview:
         if self._library.is_stored(adapter):
+            into = _memory(manifest.nbytes)
             async with aclosing(self._library.read(adapter, [Wanted(0, into)])) as outcomes:
                 failed = [o.error async for o in outcomes if isinstance(o, Unreadable)]
             if not failed:
-                return
+                return into
             self._log.warning("adapter not read", adapter=adapter, error=str(failed[0]))
         query = SourcesQuery(model_id=adapter, reader=self._info.node)
         answer = await self._bus.request(
@@ -189,9 +189,11 @@ class Adapters:
         )
         failure: LambdaScaleError = NotFound(f"no node has adapter {adapter} now")
         for source in self._nearest(answer.sources):
+            # A read that is given up may still write for a while: not to where the next one reads.
+            into = _memory(manifest.nbytes)
             try:
                 await self._fetch(adapter, manifest, source, answer.capability, into)
-                return
+                return into
             except LambdaScaleError as error:
                 failure = error
         raise failure
@@ -214,8 +216,7 @@ class Adapters:
 
         async def bring(chunks: range) -> None:
             offset, nbytes = manifest.run_range(0, chunks)
-            # A read that is given up may still write for a while: not to where others read.
-            piece = memoryview(bytearray(nbytes))
+            piece = into[offset : offset + nbytes]
             async with turns:
                 await self._data.fetch(
                     source.info.address,
@@ -229,12 +230,20 @@ class Adapters:
                 at, size = manifest.chunk_range(0, chunk)
                 if digest(piece[at - offset :][:size]) != manifest.blocks[0].digests[chunk]:
                     raise DigestMismatch(f"chunk {chunk} of adapter {adapter} came damaged")
-            into[offset : offset + nbytes] = piece
 
         brought = (bring(chunks) for chunks in pieces(manifest, 0))
         for failure in await asyncio.gather(*brought, return_exceptions=True):
             if failure is not None:
                 raise failure
+
+
+def _memory(nbytes: int) -> memoryview:
+    """In huge pages if the system has them: small ones take longer to get than to fill."""
+    memory = mmap.mmap(-1, nbytes)
+    if advice := getattr(mmap, "MADV_HUGEPAGE", None):
+        with suppress(OSError):
+            memory.madvise(advice)
+    return memoryview(memory)
 
 
 def _told(adapter: ModelId, error: Exception) -> LambdaScaleError:

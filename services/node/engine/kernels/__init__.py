@@ -89,7 +89,7 @@ class Layer(ctypes.Structure):
 
 
 class LowRank(ctypes.Structure):
-    _fields_ = _fields("integers rank", "pointers a b")
+    _fields_ = _fields("integers rank", "pointers a b windows")
 
 
 class Layers(ctypes.Structure):

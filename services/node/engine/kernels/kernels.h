@@ -41,7 +41,9 @@ typedef struct {
 typedef struct {
     int64_t rank;        /* a multiple of TOGETHER; 0: it adds nothing */
     const float *a;      /* [rank, in] */
-    const float *b;      /* [panels, rank, WIDTH], scaled; outputs as in the matrix's panels */
+    const float *b;      /* scaled, without the ranks that the outputs do not have */
+    const int32_t *windows; /* [panels, 2, 3]: for 16 outputs of a panel of the matrix the first
+                               rank, how many, and how many there are before these in `b` */
 } LowRank;
 
 /* The places in a layer where adapters add something. */

@@ -16,10 +16,12 @@
 INLINE void expand(const Adapting *adapting, int64_t row, int64_t panel, lanes *v) {
     const LowRank *l = low_rank_of(adapting, row);
     if (!l) return;
-    const float *low = adapting->low + row * adapting->stride;
-    const float *b = l->b + panel * l->rank * WIDTH;
-    for (int64_t k = 0; k < l->rank; k++, b += WIDTH)
-        for (int i = 0; i < 2; i++) v[i] += low[k] * load(b + 16 * i);
+    for (int i = 0; i < 2; i++) {
+        const int32_t *window = l->windows + (2 * panel + i) * 3;
+        const float *low = adapting->low + row * adapting->stride + window[0];
+        const float *b = l->b + (int64_t)window[2] * 16;
+        for (int64_t k = 0; k < window[1]; k++) v[i] += low[k] * load(b + 16 * k);
+    }
 }
 
 INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel,
