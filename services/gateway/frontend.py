@@ -172,7 +172,7 @@ class Frontend:
 
     def _emit(self, command: Emit) -> None:
         request = command.request
-        if command.first and request in self._switches:
+        if command.begun and request in self._switches:
             self._settle(request)
         client = self._forget(request) if command.finish else self._clients.get(request)
         if client:

@@ -14,6 +14,7 @@ from services.gateway.core.commands import Emit, End, Piece, Scored
 from services.gateway.frontend import Frontend
 from services.gateway.mailbox import Mailbox
 from services.gateway.metrics import Metrics
+from services.gateway.progress import path_text
 from services.gateway.replies.parts import Part
 from services.gateway.request_span import RequestSpan
 from shared.clock import now
@@ -36,6 +37,9 @@ class Delta(NamedTuple):
     """Number of tokens of all choices, up to this one."""
     reasoning: int
     """How many of them are thoughts."""
+    over: str = ""
+    """With the first token from an instance: its nodes with their blocks, if the client is to see
+    them."""
 
 
 class Outlet(Protocol):
@@ -80,6 +84,8 @@ class Generation:
         self._at_once = at_once or len(choices)
         self._later: deque[Choice] = deque()
         """Choices that have not begun."""
+        self.shows_path = False
+        """Whether the client sees over which nodes its tokens come."""
         self.scored = choices[0].request.score_from > 0
         """Whether prompts have log probabilities."""
         self.open = len(choices)
@@ -199,6 +205,8 @@ class Generation:
             return None
         choice.vector = piece.vector
         delta = self.push(choice, piece.token, piece.finish, piece.logprobs, piece.cached)
+        if self.shows_path and piece.begun:
+            delta = delta._replace(over=path_text(piece.begun))
         self._measure(choice)
         if choice.finish and not piece.finish:
             self._frontend.finish(piece.request)

@@ -20,6 +20,7 @@ from shared import subjects
 from shared.bus.base import Bus, M
 from shared.clock import now
 from shared.errors import LambdaScaleError
+from shared.event_pages import read_event
 from shared.ids import EventId, GatewayId, ModelId, ModelName
 from shared.messages import Message
 from shared.messages.chronicle import Chronicle, ChronicleQuery, Count, EventPast, EventQuery, Rate
@@ -110,16 +111,8 @@ class Lookout:
                 self._look = _Look()
 
     async def event(self, id_: EventId) -> EventPast:
-        """All that is known of an event."""
-        past = await self._ask(subjects.PLANNER_EVENT, EventQuery(event=id_), EventPast)
-        arrivals = list(past.arrivals)
-        while len(arrivals) < past.arrived:
-            query = EventQuery(event=id_, after=len(arrivals))
-            more = await self._ask(subjects.PLANNER_EVENT, query, EventPast)
-            if not more.arrivals:
-                break
-            arrivals += more.arrivals
-        return msgspec.structs.replace(past, arrivals=tuple(arrivals))
+        """All that is known of an event. NotFound."""
+        return await read_event(self._ask, id_)
 
     async def _ask(self, subject: str, message: Message, reply: type[M]) -> M:
         return await self._bus.request(subject, message, reply, timeout=TIMEOUT_S)
@@ -259,7 +252,7 @@ def _node(view: NodeView, names: dict[ModelId, ModelName]) -> dict[str, object]:
         "event": view.reserved_by,
         "slots": info.slots,
         "link": info.link_bytes_per_s,
-        "arena": (info.arena_bytes - view.arena_free, info.arena_bytes),
+        "arena": (max(0, info.arena_bytes - view.arena_free), info.arena_bytes),
         "kv": (view.kv_used, view.kv_capacity),
         "running": view.running,
         "holds": [

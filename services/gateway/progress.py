@@ -1,6 +1,6 @@
-"""What a client that waits for its first token is told, in words."""
+"""What a client is told in words: while it waits, and then where its tokens come from."""
 
-from shared.messages.instances import Coming
+from shared.messages.instances import Coming, Instance
 
 
 def progress_text(coming: Coming | None, serves: bool) -> str:
@@ -15,3 +15,10 @@ def progress_text(coming: Coming | None, serves: bool) -> str:
     if coming.complete_s:
         return f"{text}, all of {coming.replicas} more in {coming.complete_s:.1f} s"
     return text
+
+
+def path_text(instance: Instance) -> str:
+    """The nodes that run it, each with the blocks that it runs."""
+    if instance.is_replica:
+        return instance.leader
+    return " -> ".join(f"{s.node} {s.start}-{s.stop - 1}" for s in instance.stages)

@@ -47,8 +47,10 @@ async def test_demo(tmp_path: Path) -> None:
 
 def check_files(report: dict[str, Any], out: Path) -> None:
     assert Path(report["figure"]).read_bytes().startswith(PNG)
+    assert report["event"]["id"] in Path(report["page"]).read_text()
     assert json.loads((out / "report.json").read_text()) == report
     assert sorted(path.name for path in out.iterdir()) == [
+        "event.html",
         "event.png",
         "logs",
         "model",

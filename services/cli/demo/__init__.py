@@ -10,7 +10,7 @@ from shared.errors import BadInput
 
 DEFAULT_OUT = "demo-out"
 MOST_REQUESTS = 1000
-OUT = "directory for the figure, the report, logs and traces (default: %(default)s)"
+OUT = "directory for the figure, the page, the report, logs and traces (default: %(default)s)"
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:

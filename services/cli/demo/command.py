@@ -21,6 +21,7 @@ from services.cli.demo.burst import Ask, Outcome, asks, reference, run_burst
 from services.cli.demo.figure import draw
 from services.cli.demo.report import headline, make_report
 from services.cli.demo.view import render
+from services.cli.report import of_event, write
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config, node_id
 from services.local.demo_model import make_demo_model
@@ -53,6 +54,7 @@ class Demo:
         self.out = out
         self.console = Console(stderr=True)
         self.figure = self.out / "event.png"
+        self.page = self.out / "event.html"
         self.nodes = [node_id(number) for number in range(scenario.NODES)]
         self.watch = Watch()
         self.requests = asks(count, scenario.TOKENS)
@@ -69,6 +71,7 @@ class Demo:
             directory = self.out / "cluster"
             processes.check_free(directory)
             shutil.rmtree(directory, ignore_errors=True)
+            self.page.unlink(missing_ok=True)
             cluster = Cluster(self._spec(directory, model))
             self._say(f"starting a cluster of {scenario.NODES} nodes")
             try:
@@ -112,6 +115,7 @@ class Demo:
     async def _on(self, cluster: Cluster, model: Path) -> Mapping[Ask, tuple[int, ...]]:
         """Returns the reference answers. Everything else is in `watch` and `outcomes`."""
         url = cluster.state.gateway_url
+        self.console.print(f"watch it at {url}/")
         async with NatsBus(bus_config(cluster.state), "demo") as bus, self._view():
             await self.watch.follow(bus)
             self._say("publishing the model on node-0")
@@ -132,14 +136,27 @@ class Demo:
                     await run_burst(url, scenario.MODEL, self.requests, self.gaps, self.outcomes)
             self._say("the burst is over: the cluster shrinks")
             await self._until(self._small_again, end - time.monotonic())
+            await self._keep_page(bus)
         return expected
+
+    async def _keep_page(self, bus: Bus) -> None:
+        """Leaves the event as a page in a file."""
+        if (event := self.watch.scale_out()) is not None:
+            write(self.page, *await of_event(bus, event.id))
 
     def _small_again(self) -> bool:
         return len(self.watch.instances) == 1 and len(self.watch.replicas) == 1
 
     def _report(self, expected: Mapping[Ask, tuple[int, ...]]) -> dict[str, Any]:
         start = self.start or 0.0
-        report = make_report(self.watch, self.outcomes, expected, start, figure=str(self.figure))
+        report = make_report(
+            self.watch,
+            self.outcomes,
+            expected,
+            start,
+            figure=str(self.figure),
+            page=str(self.page) if self.page.exists() else None,
+        )
         draw(self.figure, self.watch, self.nodes, self.outcomes, start, headline(report))
         document = msgspec.json.format(msgspec.json.encode(report), indent=2)
         (self.out / "report.json").write_bytes(document + b"\n")

@@ -96,8 +96,10 @@ def make_report(
     start: float,
     *,
     figure: str,
+    page: str | None = None,
 ) -> dict[str, Any]:
-    """The document of `demo --json`."""
+    """The document of `demo --json`. `page`: the file with the event's page; None: there was no
+    event."""
     record = watch.scale_out()
     decision_s = watch.monotonic(record.decided_ns) - start if record is not None else None
     return {
@@ -112,6 +114,7 @@ def make_report(
         },
         "errors": sorted({outcome.error for outcome in outcomes if outcome.error}),
         "figure": figure,
+        "page": page,
     }
 
 
@@ -162,6 +165,8 @@ def as_text(report: Mapping[str, Any]) -> str:
     )
     lines += [f"error      {error}" for error in report["errors"]]
     lines.append(f"figure     {report['figure']}")
+    if report["page"]:
+        lines.append(f"page       {report['page']}")
     return "\n".join(lines)
 
 

@@ -33,8 +33,8 @@ class Emit(_Command, frozen=True, gc=False):
     token: int
     finish: str
     """`stop` or `length` if the request is done; empty if it goes on."""
-    first: bool
-    """Whether it is the first token of its attempt."""
+    begun: Instance | None
+    """The instance that gave it, if it is the first token of its attempt."""
     logprobs: Logprobs | None = None
     cached: int = 0
     """See `Token.cached`."""

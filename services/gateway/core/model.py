@@ -175,7 +175,7 @@ class Model:
             request.id,
             token.token,
             finish,
-            first,
+            route.instance if first else None,
             token.logprobs,
             token.cached,
             token.vector,

@@ -10,6 +10,9 @@ from services.gateway.answer_bodies import ErrorAnswer
 
 SESSION = "X-Session-ID"
 """The header that names the conversation which a request belongs to."""
+SHOW_PATH = "X-Show-Path"
+"""The header with which an administrator asks to be told over which nodes the tokens of a stream
+come."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -20,7 +20,7 @@ from services.gateway.generation import Generation
 from services.gateway.grammars import GrammarChecker
 from services.gateway.history import Dialogue
 from services.gateway.http import sending
-from services.gateway.http.call import SESSION
+from services.gateway.http.call import SESSION, SHOW_PATH
 from services.gateway.http.models import ServedModels
 from services.gateway.http.outer import CALLER, ID, SPAN
 from services.gateway.idempotency import Key, key_of, marks_of
@@ -87,6 +87,7 @@ class Generating:
         generation = Generation(
             self._frontend, self._metrics, record, choices, prompt_tokens, request[SPAN], tab
         )
+        generation.shows_path = SHOW_PATH in request.headers and request[CALLER].admin
         codec = lingo.codec
         if key is not None:
             return await self._answer_keyed(request, asked, key, generation, codec, encoder_of)

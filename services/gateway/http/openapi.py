@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
-from services.gateway.http.call import SESSION, Call
+from services.gateway.http.call import SESSION, SHOW_PATH, Call
 from services.gateway.idempotency import KEY, LAST
 from services.gateway.unsupported import SILENT, Unsupported, refused_by
 from shared.version import __version__
@@ -58,6 +58,7 @@ _PARAMETERS: _Json = {
     "X-Request-ID": "Becomes the id of the request, in the answer, in logs and in traces",
     "traceparent": "The W3C trace context that the request's span belongs to",
     SESSION: "Names a conversation, which then goes to the instance that has its KV",
+    SHOW_PATH: "With an administrator's key, streams have comments that say where tokens come from",
     KEY: "A request with a key that came before gets the answer that it got then",
     LAST: "The id of the last event that the client has of this answer's stream",
 }
@@ -139,7 +140,7 @@ def _parameters(call: Call) -> list[_Json]:
     if call.generates:
         headers.append("traceparent")
     if call.keyed:
-        headers += [SESSION, KEY, LAST]
+        headers += [SESSION, SHOW_PATH, KEY, LAST]
     return [
         *(
             {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}

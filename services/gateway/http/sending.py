@@ -2,6 +2,7 @@
 their deltas."""
 
 import asyncio
+from collections.abc import Iterable
 
 import msgspec
 import structlog
@@ -65,6 +66,7 @@ async def stream(
                     data = await aside(encoder.events, deltas)
                 else:
                     data = encoder.events(deltas)
+                data = _overs(deltas) + data
                 if not data:
                     continue  # half a character, or the possible beginning of a stop string
                 if not response.prepared:
@@ -91,6 +93,11 @@ async def stream(
     return response
 
 
+def _overs(deltas: Iterable[Delta]) -> bytes:
+    """Where tokens come from, if the client is to see it: SSE comments."""
+    return "".join(f": over {delta.over}\n\n" for delta in deltas if delta.over).encode()
+
+
 class _Direct:
     """Writes events as they come. A stream writes one for every token: waking its task for each
     would take as long as all the rest."""
@@ -113,7 +120,7 @@ class _Direct:
         return self._connection.takes
 
     def put(self, delta: Delta) -> None:
-        if data := self._encoder.events((delta,)):
+        if data := _overs((delta,)) + self._encoder.events((delta,)):
             self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
             self._signs.spoken()
 

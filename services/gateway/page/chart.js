@@ -1,6 +1,6 @@
 // Lines over time, on a canvas.
 import { colour, picture } from "./dom.js";
-import { number, ticks } from "./format.js";
+import { number, ticks, timeTicks } from "./format.js";
 
 const LEFT = 44;
 const RIGHT = 8;
@@ -19,7 +19,7 @@ export function timeAxis(context, place, from, to, label) {
   const most = Math.max(2, Math.floor((place.right - place.left) / 90));
   context.textAlign = "center";
   context.textBaseline = "top";
-  for (const t of ticks(from, to, most)) {
+  for (const t of timeTicks(from, to, most)) {
     const at = Math.round(place.x(t)) + 0.5;
     if (at < place.left - 1 || at > place.right + 1) continue;
     context.strokeStyle = colour("line");
@@ -28,7 +28,8 @@ export function timeAxis(context, place, from, to, label) {
     context.lineTo(at, place.bottom);
     context.stroke();
     context.fillStyle = colour("muted");
-    context.fillText(label(t), at, place.bottom + 6);
+    const half = context.measureText(label(t)).width / 2;
+    context.fillText(label(t), Math.min(at, place.right + RIGHT - half), place.bottom + 6);
   }
 }
 

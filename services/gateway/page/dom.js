@@ -8,6 +8,7 @@ export function h(tag, attributes = {}, ...children) {
   for (const [key, value] of Object.entries(attributes)) {
     if (value === false || value === null || value === undefined) continue;
     if (key.startsWith("on") || key === "draw" || key === "value") element[key] = value;
+    else if (key === "tint") element.style.backgroundColor = value;
     else element.setAttribute(key, value === true ? "" : value);
   }
   element.append(...flat(children));
@@ -42,6 +43,7 @@ export function patch(old, fresh) {
   for (const { name, value } of fresh.attributes) {
     if (old.getAttribute(name) !== value && !KEPT.has(name)) old.setAttribute(name, value);
   }
+  old.style.backgroundColor = fresh.style.backgroundColor;
   for (const key of ["onclick", "onchange", "oninput", "onkeydown", "onsubmit", "onpointermove",
     "onpointerleave", "onfocus", "ontoggle", "draw"]) {
     if (old[key] !== fresh[key]) old[key] = fresh[key];
@@ -108,7 +110,7 @@ export function table(caption, columns, rowsOf, options = {}) {
       const content = column.text(row);
       const cell = column.num ? "td.num" : column.wide ? "td.wide" : "td";
       return at === 0 && column.head !== false
-        ? h("th", { scope: "row" }, content) : h(cell, {}, content);
+        ? h(column.wide ? "th.wide" : "th", { scope: "row" }, content) : h(cell, {}, content);
     })));
   const rest = shown.length - most;
   return h("div.table", { tabindex: 0, role: "region", "aria-label": caption },

@@ -79,7 +79,7 @@ export function eventParts(state, ui, event) {
   const { record } = event;
   return [
     h("h1", {}, copiesOf(event)),
-    h("p.lead", {}, h("code", {}, record.id), " ", mark(record.state), `, decided ${dayAndClock(record.decided_ns)}: ${record.cause}`),
+    h("p.lead", {}, h("code", {}, record.id), ", ", mark(record.state), `, decided ${dayAndClock(record.decided_ns)}: ${record.cause}`),
     record.error ? h("p.note", {}, `It ended early: ${record.error}`) : null,
     record.growths.map((growth) => h("p.lead", {}, `Grew by ${growth.nodes.join(", ")}: ${growth.cause}`)),
     record.repairs.map((repair) => h("p.lead", {}, `Planned again for ${repair.nodes.join(", ")}: ${repair.why}`)),
@@ -172,7 +172,7 @@ export function matrix(event, ui, range = [event.from, event.to]) {
           context.strokeRect(x0 + 1, y + 1, Math.max(1, x1 - x0 - 3), Math.max(1, each - 3));
           context.lineWidth = 1;
         }
-        if (x1 - x0 > 15 && each > 11) {
+        if (each > 11 && x1 - x0 > context.measureText(arrival.block).width + 5) {
           const share = record.n_blocks > 1 ? arrival.block / (record.n_blocks - 1) : 0;
           context.fillStyle = share < 0.5 ? "#fff" : "#10151a";
           context.textAlign = "center";
@@ -184,7 +184,7 @@ export function matrix(event, ui, range = [event.from, event.to]) {
         context.fillStyle = colour("replica-ink");
         context.textAlign = "left";
         context.textBaseline = "middle";
-        context.fillText("source: has had the whole model all along", at.left + 10, top + (tall - gap) / 2);
+        context.fillText(narrow ? "source" : "source: has had the whole model all along", at.left + 10, top + (tall - gap) / 2);
       }
     });
     for (const [t, name, dash] of marksOf(event)) vertical(context, at, t, name, dash);
@@ -245,21 +245,19 @@ function legend(event, critical) {
 
 // --- where the time went ---
 
-const PHASE_COLOURS = ["accent", "second", "third", "path-ink", "replica-ink", "muted"];
-
 export function ledgerPart(events) {
   const longest = Math.max(...events.map(({ record }) => record.ledger.reduce((sum, one) => sum + one.seconds, 0)), 0.001);
   const phases = [...new Set(events.flatMap(({ record }) => record.ledger.map((one) => one.phase)))];
   if (!phases.length) return h("p.lead", {}, "The phases are known when the event is over.");
   const of = (event, phase) => event.record.ledger.find((one) => one.phase === phase);
   const shown = phases.filter((phase) => events.some((event) => of(event, phase)?.seconds > 0 || of(event, phase)?.predicted_s > 0));
-  const tint = (phase) => PHASE_COLOURS[phases.indexOf(phase) % PHASE_COLOURS.length];
+  const tint = (phase) => blockColour(shown.indexOf(phase), shown.length);
   const bars = picture(events.length * 26 + 6, "The phases, one after the other; the table has the numbers", (context, width) => {
     events.forEach((event, row) => {
       let x = 0;
       for (const one of event.record.ledger) {
         const wide = (one.seconds / longest) * width;
-        context.fillStyle = colour(tint(one.phase));
+        context.fillStyle = tint(one.phase);
         context.fillRect(x, row * 26 + 3, Math.max(0, wide - (wide > 3 ? 1 : 0)), 20);
         x += wide;
       }
@@ -269,7 +267,7 @@ export function ledgerPart(events) {
   return [
     h("div.picture", {}, bars),
     table("Phases", [
-      { name: "phase, up to when …", wide: true, text: (phase) => [h("span.key", {}, h(`i.patch.mark-${tint(phase)}`), ` ${phase} `), h("small", {}, WORDS[phase] ?? "")] },
+      { name: "phase, up to when …", wide: true, text: (phase) => [h("i.patch", { tint: tint(phase) }), ` ${phase} `, h("small", {}, WORDS[phase] ?? "")] },
       ...events.flatMap((event) => [
         { name: `${name(event)}predicted`, num: true, text: (phase) => seconds(of(event, phase)?.predicted_s) },
         { name: `${name(event)}actual`, num: true, text: (phase) => seconds(of(event, phase)?.seconds) },

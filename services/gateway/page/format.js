@@ -58,3 +58,15 @@ export function ticks(low, high, most) {
   }
   return found;
 }
+
+const TIME_STEPS = [60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400];
+
+// The same for seconds, which are counted in minutes and hours where there are many.
+export function timeTicks(low, high, most) {
+  const rough = (high - low) / Math.max(most, 1);
+  if (rough < 30) return ticks(low, high, most);
+  const step = TIME_STEPS.find((size) => size >= rough) ?? TIME_STEPS.at(-1);
+  const found = [];
+  for (let n = Math.ceil(low / step); n * step <= high; n += 1) found.push(n * step);
+  return found;
+}

@@ -19,11 +19,11 @@ export function poolView(state, ui) {
       { name: "size", num: true, text: ([, model]) => bytes(model.nbytes) },
       { name: "runs on", wide: true, text: ([, model]) => nodeList(model.copies?.device ?? []) },
       { name: "in memory", wide: true, text: ([, model]) => nodeList(model.copies?.host ?? []) },
-      { name: "durable", wide: true, text: ([, model]) => nodeList((model.copies?.durable ?? []).map(([node, machine]) =>
+      { name: "durable", wide: true, text: ([, model]) => nodeList((model.copies?.durable ?? []).map(({ node, machine }) =>
         (node === machine ? node : `${node} (${machine})`))) },
       { name: "wanted durable", num: true, text: ([, model]) => model.copies?.wanted ?? "–" },
       { name: "under way", wide: true, text: ([, model]) => nodeList((model.copies?.under_way ?? []).map(
-        ([node, , copy]) => `${node}: ${bytes(copy.done)} of ${bytes(copy.nbytes)}${copy.error ? `, failed: ${copy.error}` : ""}`)) },
+        ({ node, progress }) => `${node}: ${bytes(progress.done)} of ${bytes(progress.nbytes)}${progress.error ? `, failed: ${progress.error}` : ""}`)) },
     ], models, { key: ([name]) => name, empty: "no model is published" })),
     section("Room", table("Room", [
       { name: "node", text: ([name]) => name, sort: ([name]) => name },

@@ -2,7 +2,7 @@
 import { between, lines } from "./chart.js";
 import { keys } from "./event.js";
 import { h, section, table } from "./dom.js";
-import { dayAndClock } from "./format.js";
+import { clock, count, dayAndClock } from "./format.js";
 import { items, rows } from "./state.js";
 
 const WINDOWS = [[2, "2 minutes"], [10, "10 minutes"], [60, "1 hour"], [600, "10 hours"]];
@@ -26,9 +26,10 @@ export function scalingView(state, ui, chosen) {
 
 export function scalingParts(state, name, fromNs, toNs) {
   const counts = rows(state, "counts", name);
-  const at = (ns) => (ns - toNs) / 1e9;
-  const range = { from: at(fromNs), to: 0, text: (t) => (t ? ago(-t) : "now") };
-  const points = (n) => between(counts.map((row) => [at(row[0]), row[n]]), range.from, 0);
+  const at = (ns) => ns / 1e9;
+  const long = toNs - fromNs >= 600e9;
+  const range = { from: at(fromNs), to: at(toNs), text: (t) => clock(t * 1e9).slice(0, long ? 5 : 8) };
+  const points = (n) => between(counts.map((row) => [at(row[0]), row[n]]), range.from, range.to);
   const marks = Object.values(items(state, "events"))
     .filter((event) => event.name === name)
     .map((event) => ({ at: at(event.decided_ns), colour: "muted", dash: [2, 3] }));
@@ -37,9 +38,9 @@ export function scalingParts(state, name, fromNs, toNs) {
     fixed ? h("p.lead", {}, limits(fixed)) : null,
     h("div.picture", {},
       lines(`Replicas of ${name}: wanted, granted, serving`, [
-        { name: "wanted", colour: "third", points: points(5), step: true, dash: [6, 3] },
-        { name: "granted", colour: "second", points: points(4), step: true, dash: [2, 2] },
         { name: "serving", colour: "replica-ink", points: points(3), step: true, fill: true },
+        { name: "granted", colour: "second", points: points(4), step: true },
+        { name: "wanted", colour: "third", points: points(5), step: true, dash: [5, 4] },
       ], { ...range, marks, height: 190 }),
       keys([["third", "wanted: what the load asks for, whatever room there is"],
         ["second", "granted: serving or on their way"], ["replica-ink", "serving"], ["muted", "an event was decided"]]),
@@ -64,13 +65,7 @@ export function scalingParts(state, name, fromNs, toNs) {
 
 function limits(model) {
   const most = model.most ? `at most ${model.most}` : "no limit";
-  return `At least ${model.least} replicas, ${most}`
+  return `At least ${count(model.least, "replica")}, ${most}`
     + (model.ttft_s ? `; first token within ${model.ttft_s} s` : "")
     + (model.tpot_s ? `; a token every ${model.tpot_s} s` : "") + ".";
-}
-
-function ago(seconds) {
-  if (seconds >= 7200) return `−${(seconds / 3600).toFixed(0)} h`;
-  if (seconds >= 120) return `−${(seconds / 60).toFixed(0)} min`;
-  return `−${seconds.toFixed(0)} s`;
 }

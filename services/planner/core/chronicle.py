@@ -29,7 +29,7 @@ COUNTS = 50_000
 RATES = 2400
 COUNT_S = 0.2
 """The least time between two counts of a model that differ in their loads only."""
-RATE_S = 0.5
+RATE_S = 1.0
 AT_ONCE = LARGEST // 150
 """How many arrivals one answer has at most."""
 _Timed = TypeVar("_Timed", Count, Rate)

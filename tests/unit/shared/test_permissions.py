@@ -32,6 +32,7 @@ ELECTION = {"KV_ACTIVE", "KV_COUNTERS", "candidate"}
 SHARED = {
     "read_pool": {"REGISTRY_POOL", "REGISTRY_MODELS"},
     "read_nodes": {"REGISTRY_NODES"},
+    "read_event": {"PLANNER_EVENT"},
     "become_active": ELECTION,
 }
 """What `shared/` says for whoever calls these."""

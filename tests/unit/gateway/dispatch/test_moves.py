@@ -92,7 +92,7 @@ def test_a_token_of_the_target_says_that_it_has_accepted() -> None:
     driver = moving(0)
     commands = driver.give("a", 2, 1)
     assert withdrawn(commands) == [("node-1", 1)]
-    assert [emit.first for emit in emitted(commands)] == [True]
+    assert [emit.begun.id for emit in emitted(commands) if emit.begun] == ["replica-3"]
     assert on_instances(driver) == {"replica-3": 1}
 
 

@@ -31,6 +31,7 @@ from shared.messages.decisions import Decided, Verdict
 from shared.messages.ledger import Phase, Spent
 from shared.messages.pool import Holding, NodeInfo, NodeView, PoolPage, PoolQuery, Tier
 from shared.messages.scaling import EventRecord, EventState, Timings
+from tests.unit.gateway.http.builders import ASK
 from tests.unit.gateway.support import NAME, Cluster, replica, running
 
 TENANT = TenantRecord(id=TenantId("acme"))
@@ -257,6 +258,12 @@ async def test_only_administrators_see_the_cluster() -> None:
         assert await statuses(http, paths, **user) == [403, 403]
         assert await statuses(http, ["/v1/models"], **user) == [200]
         boss = {"Authorization": "Bearer ls-boss-s"}
+        for headers, shown_to in ((user, False), (boss, True)):
+            asked = headers | {"X-Show-Path": "true"}
+            async with http.post(
+                "/v1/completions", json={**ASK, "stream": True}, headers=asked
+            ) as answer:
+                assert (b": over node-1" in await answer.content.read()) is shown_to
         assert await statuses(http, paths[1:], **boss) == [200]
         async with opened(http, **boss) as page:
             await page.until(lambda page: page.items.get("nodes"))

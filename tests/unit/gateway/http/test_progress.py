@@ -5,11 +5,11 @@ import asyncio
 import aiohttp
 import pytest
 
-from services.gateway.progress import progress_text
+from services.gateway.progress import path_text, progress_text
 from shared.config import GatewayConfig
-from shared.messages.instances import Coming
+from shared.messages.instances import Coming, InstanceState
 from tests.unit.gateway.http.builders import ASK
-from tests.unit.gateway.support import ids_of, replica, running
+from tests.unit.gateway.support import ids_of, path, replica, running
 
 
 def coming(
@@ -66,3 +66,29 @@ async def test_who_is_refused_is_told_when_the_first_instance_should_be_there() 
             async with http.post("/v1/completions", json=ASK) as response:
                 assert response.status == 429
                 after = response.headers["Retry-After"]
+
+
+async def test_a_stream_says_over_which_nodes_its_tokens_come_if_it_is_asked() -> None:
+    body = {**ASK, "stream": True}
+    async with running(path(1, 2)) as cluster, aiohttp.ClientSession(cluster.service.url) as http:
+        node = await cluster.node(1)
+        node.pause_at = 3
+        async with http.post(
+            "/v1/completions", json=body, headers={"X-Show-Path": "true"}
+        ) as response:
+            line = await response.content.readline()
+            assert line == b": over node-1 0-0 -> node-2 1-1\n"
+            await cluster.publish(path(1, 2, state=InstanceState.MOVING), replica(3))
+            await (await cluster.node(3)).submitted(1)
+            node.resume.set()
+            rest = await response.content.read()
+        assert rest.count(b": over ") == 1
+        assert b": over node-3\n\n" in rest
+        assert rest.index(b": over node-3") < rest.index(b"[DONE]")
+        async with http.post("/v1/completions", json=body) as response:
+            assert b": over" not in await response.content.read()
+
+
+def test_the_words_for_an_instance() -> None:
+    assert path_text(replica(3)) == "node-3"
+    assert path_text(path(4, 5)) == "node-4 0-0 -> node-5 1-1"
