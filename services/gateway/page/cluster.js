@@ -12,6 +12,7 @@ export function clusterView(state, ui) {
   const instances = Object.entries(items(state, "instances"));
   const running = Object.values(items(state, "events")).filter((event) => !event.ledger.length);
   return [
+    h("h1", {}, "Cluster"),
     running.map((event) => h("p.note", {},
       h("a", { href: `#event/${event.id}` }, `A scaling event of ${event.name} runs`),
       `: ${event.cause}`)),

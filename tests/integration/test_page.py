@@ -1,0 +1,122 @@
+"""The page in Chromium, on a real cluster: what people see, by keyboard, in light and dark, narrow
+and wide, and without any fault that axe finds. Needs Chromium (Debian's `chromium`)."""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.cli.report import of_event, write
+from shared import subjects
+from shared.messages.scaling import ScaleAccepted, SetInstances
+from tests.support.cluster import MODEL, Running, running
+
+playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
+pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
+AXE = (resources.files(axe) / "axe.min.js").read_text()
+VIEWS = ("cluster", "events", "event/last", f"scaling/{MODEL}", "pool", "playground")
+WAIT_MS = 60_000
+FAULTS = "axe.run().then(found => found.violations.map(v => `${v.id}: ${v.nodes[0].html}`))"
+
+
+@asynccontextmanager
+async def chromium() -> AsyncIterator[Any]:
+    async with playwright.async_playwright() as driver:
+        browser = await driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        try:
+            yield browser
+        finally:
+            await browser.close()
+
+
+async def opened(browser: Any, width: int, scheme: str, said: list[str]) -> Any:
+    """A page; what its console says goes to `said`, violations of its policy included."""
+    page = await browser.new_page(viewport={"width": width, "height": 800}, color_scheme=scheme)
+    page.set_default_timeout(WAIT_MS)
+    page.on("console", lambda message: said.append(message.text))
+    page.on("pageerror", lambda error: said.append(str(error)))
+    return page
+
+
+async def scaled(up: Running) -> None:
+    await up.bus.request(
+        subjects.PLANNER_SCALE, SetInstances(name=MODEL, instances=3), ScaleAccepted, timeout=30.0
+    )
+    await up.replicas(3)
+
+
+async def check_looks(page: Any, url: str) -> None:
+    """Every view has its heading, nothing wider than the window, and no fault that axe finds."""
+    for view in VIEWS:
+        await page.goto(f"{url}/#{view}")
+        await page.wait_for_selector("#state.live")
+        await page.wait_for_selector("main h1")
+        wide, room = await page.evaluate("[document.body.scrollWidth, window.innerWidth]")
+        assert wide <= room, view
+        await page.evaluate(AXE)
+        assert await page.evaluate(FAULTS) == [], view
+
+
+async def drawn(page: Any) -> int:
+    """How many colours the picture of the blocks has."""
+    script = """canvas => new Set(new Uint32Array(canvas.getContext("2d")
+        .getImageData(0, 0, canvas.width, canvas.height).data.buffer)).size"""
+    count: int = await page.locator("canvas").first.evaluate(script)
+    return count
+
+
+async def check_event(page: Any, blocks: int) -> None:
+    """Every block of both new copies is there, also for who uses only the keyboard."""
+    assert await drawn(page) > blocks
+    await page.locator("details", has_text="Arrivals").first.evaluate("found => found.open = true")
+    rows = page.locator("table", has=page.get_by_text("Arrivals", exact=True)).locator("tbody tr")
+    assert await rows.count() == 2 * blocks
+    picture = page.locator("canvas").first
+    await picture.focus()
+    await page.keyboard.press("ArrowRight")
+    assert "block 0" in await page.locator("output").first.inner_text()
+
+
+async def check_playground(page: Any, url: str) -> None:
+    await page.goto(f"{url}/#playground")
+    await page.get_by_label("Prompt").fill("Hello")
+    await page.get_by_role("button", name="Ask").press("Enter")
+    await page.get_by_text("done", exact=True).wait_for()
+    legs = page.locator("table", has=page.get_by_text("Over which nodes")).locator("tbody tr")
+    assert "node-" in await legs.first.inner_text()
+
+
+async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:
+    said: list[str] = []
+    async with (
+        running(tmp_path / "cluster", checkpoint, nodes=3) as up,
+        chromium() as browser,
+    ):
+        early = await opened(browser, 1280, "light", said)
+        await early.goto(f"{up.url}/")
+        await early.get_by_role("row", name="node-2").first.wait_for()
+        await scaled(up)
+        await early.get_by_text("3 granted").wait_for()
+        late = await opened(browser, 400, "dark", said)
+        await asyncio.gather(check_looks(early, up.url), check_looks(late, up.url))
+        for page in (early, late):
+            await page.goto(f"{up.url}/#event/last")
+            await page.get_by_role("heading", name="2 copies of").wait_for()
+            await check_event(page, up.record.n_blocks)
+        await check_playground(early, up.url)
+        write(tmp_path / "event.html", *await of_event(up.bus, "last"))
+        alone = await opened(browser, 1280, "light", said)
+        await alone.context.set_offline(True)
+        await alone.goto(f"file://{tmp_path}/event.html")
+        await alone.get_by_role("heading", name="2 copies of").wait_for()
+        await check_event(alone, up.record.n_blocks)
+        await alone.evaluate(AXE)
+        assert await alone.evaluate(FAULTS) == []
+    assert said == []
