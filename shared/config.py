@@ -54,7 +54,8 @@ class TelemetryConfig(_Section, frozen=True, kw_only=True):
     """Whether logs on standard error are JSON lines (True), or lines for people (False)."""
     trace_dir: str = ""
     """Directory for span files, `<service>.jsonl`, and `<service>-2.jsonl` of a second process of
-    that name. Empty: no files."""
+    that name. A file of 256 MiB is put aside, as `<service>.old.jsonl`, in place of the one before.
+    Empty: no files."""
     otlp_endpoint: str = ""
     """OpenTelemetry collector, for example http://127.0.0.1:4318. Empty: none."""
     metrics_host: str = "127.0.0.1"

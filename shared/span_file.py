@@ -13,6 +13,8 @@ from typing import TextIO
 import structlog
 from opentelemetry.sdk.trace import ReadableSpan, SpanProcessor
 
+LARGEST = 256 << 20
+"""Bytes after which a file is put aside, as `<name>.old.jsonl`, and another begun."""
 WRITE_EVERY_S = 0.1
 """At most so much later than it ended, a span is written. What SIGKILL takes is no older."""
 STOP_S = 10.0
@@ -81,9 +83,17 @@ class SpanFile(SpanProcessor):
         try:
             self._file.write("".join(json.dumps(_as_json(span)) + "\n" for span in spans))
             self._file.flush()
+            if self._file.tell() > LARGEST:
+                self._begin_anew()
         except Exception:  # whatever it was, later spans are still wanted
             log = structlog.get_logger(role="telemetry", path=self._file.name)
             log.exception("spans could not be written", spans=len(spans))
+
+    def _begin_anew(self) -> None:
+        path = Path(self._file.name)
+        path.replace(path.with_stem(f"{path.stem}.old"))
+        self._file.close()
+        self._file = _own(path)
 
 
 def _as_json(span: ReadableSpan) -> dict[str, object]:

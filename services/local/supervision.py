@@ -9,7 +9,11 @@ from services.local import processes
 from services.local.cluster import Cluster
 from services.local.processes import StartFailed
 from services.local.restarts import Backoff
+from services.local.rotation import put_aside
 from shared.errors import BusError
+
+LOOK_S = 10.0
+"""Seconds between looks at the sizes of logs."""
 
 
 class Supervisor:
@@ -24,6 +28,7 @@ class Supervisor:
         async with asyncio.TaskGroup() as group:
             for name in self._cluster.names:
                 group.create_task(self._keep(name), name=f"supervisor/{name}")
+            group.create_task(self._keep_logs_small(), name="supervisor/logs")
 
     async def _keep(self, name: str) -> None:
         backoff = Backoff()
@@ -33,6 +38,17 @@ class Supervisor:
             wait_s = backoff.wait_s(time.monotonic() - began)
             while failure := await self._start_again(name, why, wait_s):
                 why, wait_s = failure, backoff.wait_s(0.0)
+
+    async def _keep_logs_small(self) -> None:
+        directory = self._cluster.spec.directory
+        logs = [processes.log_of(directory, name) for name in (*self._cluster.names, "fork-server")]
+        while True:
+            await asyncio.sleep(LOOK_S)
+            for log in logs:
+                try:
+                    await asyncio.to_thread(put_aside, log)
+                except OSError as error:
+                    self._say(f"{log} is large and cannot be put aside: {error.strerror}")
 
     async def _start_again(self, name: str, why: str, wait_s: float) -> str:
         """Starts a process again. Returns why it could not be started; empty if it was."""

@@ -253,3 +253,17 @@ def test_a_caller_cannot_keep_spans_from_being_recorded(tmp_path: Path) -> None:
     (request,) = read(tmp_path, "gateway")
     assert own == f"00-{request['trace_id']}-{request['span_id']}-01"
     assert f"00-{request['trace_id']}-{request['parent_id']}-00" == parent
+
+
+def test_a_large_file_of_spans_is_put_aside(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("shared.span_file.LARGEST", 0)
+    for number in range(3):
+        as_service("node", tmp_path)
+        telemetry.record(f"span-{number}", start_ns=1, end_ns=2)
+        telemetry.shutdown()
+    (aside,) = (tmp_path / "node.old.jsonl").read_text().splitlines()
+    assert json.loads(aside)["name"] == "span-2"
+    assert (tmp_path / "node.jsonl").read_text() == ""
+    assert len(list(tmp_path.iterdir())) == 2
