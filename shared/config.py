@@ -294,7 +294,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     lease_s: Count = 2
     """The node counts as gone this long after it stopped renewing its lease (whole seconds)."""
     metrics_port: Port = 0
-    """The port of `/metrics`, `/live` and `/ready`. 0: none."""
+    """The port of `/metrics`, `/live` and `/ready`. 0: none. The nodes of `up` have this port and
+    those after it."""
 
 
 class Config(_Section, frozen=True, kw_only=True):

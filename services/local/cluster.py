@@ -241,6 +241,9 @@ class Cluster:
             # More threads than cores would wait for each other in every layer.
             cores = len(os.sched_getaffinity(0))
             settings[THREADS] = str(max(1, cores // self.spec.nodes))
+        if configured.metrics_port:
+            number = list(dict.fromkeys(self.node_names.values())).index(node)
+            settings["LAMBDASCALE_NODE_METRICS_PORT"] = str(configured.metrics_port + number)
         own = Path(self.state.credentials) / User(Role.NODE, node).directory
         if not self._signs_otherwise:
             settings["LAMBDASCALE_NODE_SIGNERS_FILE"] = str(own / credentials.SIGNERS)

@@ -12,8 +12,6 @@ class Census:
     model: ModelName
     wanted: int
     """Replicas that its load fills, or its floor, whatever room there is."""
-    most: int
-    """Replicas that it may have."""
     complete: int
     loading: int
     """Neither counts replicas that drain."""
@@ -36,7 +34,6 @@ def _one(model: ModelMachine, waits: bool) -> Census:
     return Census(
         model=model.record.name,
         wanted=model.wanted,
-        most=model.most,
         complete=complete,
         loading=there - complete,
         scaling=model.scaling,

@@ -69,11 +69,6 @@ class ModelMachine:
         return self._replicas.sizing.wants
 
     @property
-    def most(self) -> int:
-        """How many replicas there may be."""
-        return self._replicas.sizing.most
-
-    @property
     def journal(self) -> Journal:
         return self._replicas.journal
 

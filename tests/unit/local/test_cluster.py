@@ -21,13 +21,16 @@ class Told(Cluster):
         self.settings.append(settings)
 
 
-def told(directory: Path, nodes: int, config: str = "") -> list[str | None]:
+def told(
+    directory: Path, nodes: int, config: str = "", setting: str = THREADS, standbys: bool = False
+) -> list[str | None]:
     (directory / "cluster.toml").write_text(config)
-    spec = ClusterSpec(directory=directory, nodes=nodes, config=directory / "cluster.toml")
+    file = directory / "cluster.toml"
+    spec = ClusterSpec(directory=directory, nodes=nodes, config=file, node_standbys=standbys)
     cluster = Told(spec)
     for name in cluster.node_names:
         cluster.start_node(name)
-    return [settings.get(THREADS) for settings in cluster.settings]
+    return [settings.get(setting) for settings in cluster.settings]
 
 
 def test_nodes_share_the_machine_s_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,3 +38,16 @@ def test_nodes_share_the_machine_s_cores(tmp_path: Path, monkeypatch: pytest.Mon
     assert told(tmp_path, nodes=3) == ["2"] * 3
     assert told(tmp_path, nodes=9) == ["1"] * 9
     assert told(tmp_path, nodes=2, config="[node]\nthreads = 3") == [None, None]
+
+
+def test_each_node_has_a_metrics_port_of_its_own_and_its_standby_the_same(tmp_path: Path) -> None:
+    port = "LAMBDASCALE_NODE_METRICS_PORT"
+    config = "[node]\nmetrics_port = 9110"
+    assert told(tmp_path, 2, config, port) == ["9110", "9111"]
+    assert sorted(filter(None, told(tmp_path, 2, config, port, standbys=True))) == [
+        "9110",
+        "9110",
+        "9111",
+        "9111",
+    ]
+    assert told(tmp_path, 2, "", port) == [None, None]

@@ -13,7 +13,6 @@ def model(name: str, wanted: int, nbytes: int) -> Census:
     return Census(
         model=ModelName(name),
         wanted=wanted,
-        most=9,
         complete=0,
         loading=0,
         scaling=False,
