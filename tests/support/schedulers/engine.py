@@ -1,0 +1,206 @@
+"""An engine that only checks what it is told to do, block by block."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from services.node.core.kv import PAGE, movable, whole_pages
+from services.node.core.microbatches import (
+    Part,
+)
+from services.node.core.rows import Row, SequenceKey
+from shared.errors import CapacityExceeded
+from shared.ids import NO_ADAPTER, ModelId, NodeId
+from shared.messages.instances import Stage
+from shared.messages.serving import (
+    Logprobs,
+    Pooling,
+)
+
+NODES = ("a", "b", "c")
+MODELS = (ModelId("m"), ModelId("m"), ModelId("other"))
+BLOCKS = 6
+SLOTS = 3
+STEP_TOKENS = 4
+STOP_ID = 7
+
+
+def stage(node: str, start: int, stop: int) -> Stage:
+    return Stage(NodeId(node), f"mem://{node}", start, stop)
+
+
+PATHS = (
+    (stage("a", 0, 6),),
+    (stage("b", 0, 6),),
+    (stage("a", 0, 3), stage("b", 3, 6)),
+    (stage("b", 0, 3), stage("a", 3, 6)),
+    (stage("c", 0, 3), stage("b", 3, 6)),
+    (stage("a", 0, 2), stage("b", 2, 4), stage("c", 4, 6)),
+    (stage("c", 0, 2), stage("a", 2, 4), stage("b", 4, 6)),
+)
+
+
+@dataclass
+class CheckedEngine:
+    """Knows only how far each sequence is; refuses when it has no pages left."""
+
+    kv_capacity: int
+    kv: dict[str, tuple[int, int, int]] = field(default_factory=dict)
+    """key -> (positions that stay, positions run, limit)"""
+    made: set[str] = field(default_factory=set)
+    preempted: int = 0
+    averaged: dict[str, int] = field(default_factory=dict)
+    """How many positions of each sequence."""
+    filled: dict[str, set[int]] = field(default_factory=dict)
+    """Blocks for which a sequence's KV has come from other nodes."""
+    moved: int = 0
+    """How many sequences go on with KV from other nodes."""
+    blocks: set[int] = field(default_factory=set)
+    """The blocks that have arrived here."""
+    stages: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """The blocks in which each sequence that began here has KV."""
+    ran_on: int = 0
+    """How often a part went on where one before had left its sequences."""
+
+    def held(self, model_id: ModelId) -> set[int]:
+        return self.blocks
+
+    @property
+    def kv_used(self) -> int:
+        return sum(whole_pages(run) for _, run, _ in self.kv.values())
+
+    def kv_share(self, model_id: ModelId) -> int:
+        return self.kv_capacity
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+        return self.kv_capacity - self.kv_used - sum(promised.values())
+
+    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
+        """Models do not differ."""
+
+    def adopt(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
+        """Now and then something is cached."""
+        assert key not in self.made, "KV made twice"
+        found = max(len(tokens) - 1, 0) // PAGE * PAGE if (len(tokens) + len(self.made)) % 3 else 0
+        if found:
+            self.made.add(key)
+            self.kv[key] = (found, found, limit)
+        return found
+
+    def position_bytes(self, model_id: ModelId) -> int:
+        return 1
+
+    def receive(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> int:
+        assert key not in self.made, "KV made twice"
+        end = movable(len(tokens))
+        if self.kv_used + end > self.kv_capacity:
+            raise CapacityExceeded("full")
+        self.made.add(key)
+        self.kv[key] = (end, end, limit)
+        self.filled[key] = set()
+        return 0
+
+    def received(self, key: str, tokens: tuple[int, ...]) -> None:
+        assert self.filled[key] == set(range(BLOCKS)), "blocks without KV"
+        assert self.kv[key][1] == len(tokens)
+        self.moved += 1
+
+    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
+        return True
+
+    def run_on(self, part: Part) -> None:
+        self.ran_on += 1
+        for row in part.rows:
+            start, stop = self.stages[row.sequence]
+            assert (stop, row.tokens) == (part.start, ())
+            assert self.kv[row.sequence] == (row.count, row.count, row.limit)
+            self.stages[row.sequence] = start, part.stop
+
+    def join(self, part: Part) -> None:
+        if part.stage == 0:
+            assert set(range(part.start, part.stop)) <= self.blocks
+        if part.resumes_at:
+            self.run_on(part)
+            return
+        rows = part.rows
+        had = {row.sequence: self.kv.get(row.sequence, (0, 0, 0))[1] for row in rows}
+        ends = {row.sequence: max(row.position + row.count, had[row.sequence]) for row in rows}
+        new = sum(whole_pages(ends[key]) - whole_pages(had[key]) for key in had)
+        if self.kv_used + new > self.kv_capacity:
+            raise CapacityExceeded("full")
+        for row in part.rows:
+            if row.position == 0:
+                assert row.sequence not in self.made, "KV made twice"
+                self.made.add(row.sequence)
+                self.kv[row.sequence] = (0, 0, row.limit)
+                self.stages[row.sequence] = part.start, part.stop
+            if row.sequence in self.stages:
+                assert self.stages[row.sequence] == (part.start, part.stop), "cut elsewhere"
+            stays, reached, limit = self.kv[row.sequence]
+            assert stays <= row.position <= reached
+            assert limit == row.limit >= row.position + row.count
+            assert len(row.tokens) == (row.count if part.start == 0 else 0)
+            end = row.position + row.count
+            self.kv[row.sequence] = (end - row.proposed, end, limit)
+
+    def finish(self, part: Part) -> tuple[Part, list[tuple[int, ...]]]:
+        """What is left of the part, and what it drew."""
+        part = part.without(set(part.keys) - set(self.kv))
+        drawn = [drawn_of(row) for row in part.rows]
+        return part, drawn if part.stop == BLOCKS else [()] * len(part.rows)
+
+    def vectors(self, part: Part) -> dict[SequenceKey, bytes]:
+        """As if a vector said how many positions it is made of."""
+        found = {}
+        for row in part.rows if part.stop == BLOCKS else ():
+            if row.pooling is Pooling.MEAN:
+                assert row.position == self.averaged.get(row.sequence, 0)
+                self.averaged[row.sequence] = row.position + row.count
+            if row.gives_vector:
+                found[row.sequence] = b"%d" % self.averaged.get(row.sequence, 1)
+        return found
+
+
+def scored(part: Part) -> dict[SequenceKey, tuple[Logprobs, ...]]:
+    """As if the log probability of a prompt's token were the number of the position before it."""
+    found = {}
+    for row in part.rows if part.stop == BLOCKS else ():
+        if row.score:
+            first, count = row.position + row.score.first, len(row.score.tokens)
+            assert row.score.tokens == tuple(range(first + 1, first + count + 1))
+            assert first >= row.position
+            assert first + count <= row.position + row.count
+            found[row.sequence] = tuple(Logprobs(float(first + i), ()) for i in range(count))
+    return found
+
+
+def token_after(position: int, limit: int) -> int:
+    """What is drawn: it often repeats what was drawn before."""
+    if position % 13 == 12:
+        return STOP_ID
+    return (position // 3 if limit % 2 else position) % 3
+
+
+def drawn_of(row: Row) -> tuple[int, ...]:
+    if row.draw is None:
+        return ()
+    last = row.position + row.count - row.proposed - 1
+    tokens = [token_after(last, row.limit)]
+    for proposed in row.draw.proposed:
+        if proposed != tokens[-1]:
+            break
+        tokens.append(token_after(last + len(tokens), row.limit))
+    return tuple(tokens)
