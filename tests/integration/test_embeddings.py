@@ -19,13 +19,9 @@ from shared import subjects
 from shared.ids import InstanceId, NodeId
 from shared.messages.scaling import EventState, ScaleAccepted, SetInstances
 from tests.support.cluster import MODEL, Running, prompts, running
+from tests.support.embeddings import SLOW_LINKS, client_of
 from tests.support.models import TINY
 
-SLOW_LINKS = {
-    "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",
-    "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.1",
-    "LAMBDASCALE_NODE_SLOTS": "2",
-}
 CLOSE = 1e-5
 NUMBERS = 40
 """The inputs of a call."""
@@ -54,10 +50,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
     return Oracle(checkpoint)
-
-
-def client_of(up: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0)
 
 
 def check(

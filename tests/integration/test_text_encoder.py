@@ -19,12 +19,8 @@ from shared.ids import InstanceId, NodeId
 from shared.messages.scaling import EventState, ScaleAccepted, SetInstances
 from tests.support.bert import TINY_BERT, make_bert
 from tests.support.cluster import MODEL, Running, running
+from tests.support.embeddings import SLOW_LINKS, client_of
 
-SLOW_LINKS = {
-    "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",
-    "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.1",
-    "LAMBDASCALE_NODE_SLOTS": "2",
-}
 CLOSE = 1e-5
 WORDS = "the cat sat on a statement, while exceptions of class and import raised an object"
 TEXTS = [WORDS[i % 7 : 20 + 2 * i] * (1 + i % 3) for i in range(24)]
@@ -65,10 +61,6 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def oracle(checkpoint: Path) -> Oracle:
     return Oracle(checkpoint)
-
-
-def client_of(up: Running) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=f"{up.url}/v1", api_key="none", max_retries=0)
 
 
 def check(oracle: Oracle, said: CreateEmbeddingResponse, pooling: str = "mean") -> None:

@@ -7,8 +7,6 @@ import numpy as np
 import pytest
 
 from services.node.core.kv import PAGE
-from services.node.engine.base import Engine
-from services.node.engine.engine import TorchEngine
 from shared.errors import BadInput
 from shared.ids import ModelId
 from shared.messages.instances import Stage
@@ -17,6 +15,7 @@ from tests.support.submits import BLOCKS, THREE, TWO, WHOLE, stages, submit
 from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
 from tests.unit.node.engine.test_text_encoder import CLOSE, TEXTS, expected, make_encoder
+from tests.unit.node.execution.builders import torch_engine
 
 LOADING = stages(("b", 0, 1), ("a", 1, 4), ("c", 4, BLOCKS))
 PATHS = (WHOLE, TWO, THREE, LOADING)
@@ -25,10 +24,6 @@ PATHS = (WHOLE, TWO, THREE, LOADING)
 @pytest.fixture(scope="module")
 def bert() -> Model:
     return make_encoder()
-
-
-def torch_engine(kv_tokens: int) -> Engine:
-    return TorchEngine("cpu", kv_tokens, threads=1)
 
 
 def check(model: Model, attempt: Attempt, tokens: list[int], pooling: Pooling) -> bytes:

@@ -8,23 +8,14 @@ import pytest
 from services.node.core.leading import Leader
 from services.node.core.microbatches import Command, Failure
 from services.node.core.sequences import Sequence
-from services.node.engine.base import Engine
-from services.node.engine.engine import TorchEngine
 from shared.messages.instances import Stage
 from shared.messages.serving import Logprobs
 from tests.support.submits import THREE, TWO, WHOLE, submit
 from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
+from tests.unit.node.execution.builders import CLOSE, LONG, PROMPTS, torch_engine
 
-LONG = tuple((7 * i + i // 5) % 96 for i in range(150))
-"""More than are scored at once."""
-PROMPTS = ((3,), (9, 8, 7), LONG[:40], LONG)
-CLOSE = 1e-4
 TOP = 3
-
-
-def torch_engine(kv_tokens: int) -> Engine:
-    return TorchEngine("cpu", kv_tokens, threads=1)
 
 
 def check(model: Model, prompt: tuple[int, ...], attempt: Attempt, *, score_from: int = 1) -> None:

@@ -14,20 +14,15 @@ from services.local.demo_tokenizer import train_tokenizer
 from services.node.core.leading import Leader
 from services.node.core.microbatches import Command, Failure
 from services.node.core.sequences import Sequence
-from services.node.engine.base import Engine
-from services.node.engine.engine import TorchEngine
 from shared import grammar
 from shared.messages.serving import LogitRules, Submit, Token
 from tests.support.submits import MODEL, THREE, TWO, WHOLE, submit
 from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
+from tests.unit.node.execution.builders import torch_engine
 
 PROMPTS = tuple((7 * i, 3, 50, 4, 60 + i) * 5 + (7 * i, 3) for i in range(4))
 COUNT = 60
-
-
-def torch_engine(kv_tokens: int) -> Engine:
-    return TorchEngine("cpu", kv_tokens, threads=1)
 
 
 class Run:

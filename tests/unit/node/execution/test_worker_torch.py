@@ -4,13 +4,12 @@ import asyncio
 
 import pytest
 
-from services.node.engine.base import Engine
-from services.node.engine.engine import TorchEngine
 from shared.messages.instances import Stage
 from shared.messages.serving import LogitRules
 from tests.support.submits import BLOCKS, THREE, TWO, WHOLE, stages, submit
 from tests.support.worker_cluster import Attempt, cluster
 from tests.unit.node.engine.models import Model, make_model
+from tests.unit.node.execution.builders import torch_engine
 
 PATHS = (WHOLE, TWO, THREE)
 LOADING = (
@@ -21,10 +20,6 @@ LOADING = (
 )
 """Node a is a stage of each, with other blocks every time."""
 PROMPTS = tuple(tuple(range(7 * i, 7 * i + 2 + 5 * i)) for i in range(4))
-
-
-def torch_engine(kv_tokens: int) -> Engine:
-    return TorchEngine("cpu", kv_tokens, threads=1)
 
 
 async def generate(

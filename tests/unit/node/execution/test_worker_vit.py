@@ -6,8 +6,6 @@ import pytest
 import torch
 
 from services.node.core.kv import PAGE
-from services.node.engine.base import Engine
-from services.node.engine.engine import TorchEngine
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.serving import Submit
@@ -22,6 +20,7 @@ from tests.unit.node.engine.test_encoder import (
     image,
     make_vit,
 )
+from tests.unit.node.execution.builders import torch_engine
 
 LOADING = stages(("b", 0, 1), ("a", 1, 4), ("c", 4, BLOCKS))
 IMAGES = [image(i) for i in range(5)]
@@ -30,10 +29,6 @@ IMAGES = [image(i) for i in range(5)]
 @pytest.fixture(scope="module")
 def vit() -> Model:
     return make_vit()
-
-
-def torch_engine(kv_tokens: int) -> Engine:
-    return TorchEngine("cpu", kv_tokens, threads=1)
 
 
 def picture(name: str, path: tuple[Stage, ...], pixels: bytes) -> Submit:
