@@ -384,6 +384,12 @@ class Steps:
                 self._tell(command.cause, f"asks {command.address} for room", key)
             case Admitted(sequence=key):
                 self._tell(command.cause, "has room kept for it", key)
+            case Forward(path=path, rows=rows) as forward:
+                if begun := [row.sequence for row in rows if not row.position]:
+                    block = path.stages[forward.stage].start
+                    self._tell(
+                        command.cause, f"goes on at {command.address}, block {block}", *begun
+                    )
             case Failed(sequences=keys, code=code):
                 self._tell(command.cause, f"fails: {code}", *keys)
             case KvAsk(sequence=source, taker=key, first=first, end=end):
