@@ -104,7 +104,9 @@ class HashSweep:
             raise NotFound(f"blocks {part.start}..{part.stop} are not all here")
         rider = _Rider(part, _values(part))
         new = sum(
-            whole_pages(row.position + row.count) - whole_pages(row.position) for row in part.rows
+            whole_pages(row.position + row.count) - whole_pages(row.position)
+            for row in part.rows
+            if not self._runs_on(row, part)
         )
         if engine.kv_used + new > engine.kv_capacity:
             raise CapacityExceeded("no KV left")
@@ -115,8 +117,18 @@ class HashSweep:
         self._riders[number] = rider
         return number
 
+    def _runs_on(self, row: Row, part: StagePart) -> bool:
+        """Whether the sequence's stage goes on to further blocks, with the same positions."""
+        known = self._engine.sequences.get(row.sequence)
+        there = known is not None and known.blocks[1] == part.start
+        return there and known is not None and (row.position, row.count) == (0, known.position)
+
     def _reserve(self, row: Row, part: StagePart) -> None:
         sequences, blocks = self._engine.sequences, (part.start, part.stop)
+        if self._runs_on(row, part):
+            known = sequences[row.sequence]
+            known.blocks = known.blocks[0], part.stop
+            return
         if row.position == 0:
             sequences[row.sequence] = _Sequence(self._model_id, row.limit, blocks)
         if row.sequence not in sequences:

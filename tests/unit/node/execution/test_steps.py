@@ -399,6 +399,7 @@ def test_the_story_of_a_request_names_what_led_to_each_step() -> None:
     assert told == [
         ("lost", "comes"),
         ("lost", "asks mem://b for room"),
+        ("batch 1 of a", f"goes on at mem://b, block {TWO[1].start}"),
         ("loss of mem://b", "gives its KV back"),
         ("loss of mem://b", "fails: peer_lost"),
     ]
