@@ -1,6 +1,7 @@
 """LoRA adapters in real clusters: the tokens of their base with the adapter merged in."""
 
 import asyncio
+import shutil
 from functools import partial
 from pathlib import Path
 
@@ -153,3 +154,26 @@ async def test_across_a_mode_switch_and_the_death_of_a_node(
 
 def has_requests(up: Running) -> bool:
     return up.watch.load is not None and up.watch.load.running_requests > 4
+
+
+def lose(folder: Path, record: ModelRecord) -> None:
+    (lost,) = folder.rglob(record.model_id)
+    shutil.rmtree(lost)
+
+
+async def test_an_adapter_that_is_lost_fails_its_requests_only(
+    tmp_path: Path, checkpoint: Path, tuned: Tuned, oracle: Oracle
+) -> None:
+    settings = {"LAMBDASCALE_GATEWAY_MAX_ATTEMPTS": "1"}
+    async with running(tmp_path, checkpoint, nodes=1, settings=settings) as up:
+        records = await tuned.publish(up)
+        await asyncio.to_thread(lose, tmp_path, records["sql"])
+        asked = prompts(2, TINY.vocab_size)
+        failed, *answers = await asyncio.gather(
+            up.ask(asked[0], TOKENS, "sql"),
+            up.ask_all(asked, TOKENS),
+            up.ask_all(asked, TOKENS, "poems"),
+        )
+        assert f"adapter {records['sql'].model_id} cannot be loaded" in failed.error
+        expected = [oracle.tokens(asked, TOKENS), tuned.oracles["poems"].tokens(asked, TOKENS)]
+        assert [[one.tokens for one in answer] for answer in answers] == expected

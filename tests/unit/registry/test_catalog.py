@@ -4,7 +4,7 @@ import pytest
 from services.registry.core.catalog import Catalog
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId, ModelName
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import ModelRecord, ModelSet
 from tests.unit.registry.builders import record
 
 
@@ -82,3 +82,34 @@ def test_restoring_keeps_the_older_of_two_records_of_one_name() -> None:
 def test_records_come_by_name(catalog: Catalog) -> None:
     catalog.put(record("aya", "id2"))
     assert [r.name for r in catalog.records] == ["aya", "llama"]
+
+
+def adapter(name: str = "sql", model_id: str = "tuned", base: str = "id1") -> ModelRecord:
+    return msgspec.structs.replace(record(name, model_id), base=ModelId(base))
+
+
+def test_an_adapter_needs_its_base_which_goes_after_it(catalog: Catalog) -> None:
+    base = record()
+    own = adapter(base=base.model_id)
+    with pytest.raises(NotFound, match="publish the model first"):
+        catalog.admit(adapter(base="gone"))
+    admitted = catalog.admit(own)
+    assert admitted == own
+    catalog.put(own)
+    with pytest.raises(BadInput, match="adapter of an adapter"):
+        catalog.admit(adapter("more", "tuned2", base=own.model_id))
+    with pytest.raises(Conflict, match="remove sql first"):
+        catalog.removable(base.name)
+    with pytest.raises(BadInput, match=f"change its base '{base.name}'"):
+        catalog.changed(ModelSet(name=own.name, min_instances=1))
+    assert catalog.removable(own.name) == own
+    catalog.remove(own.name)
+    assert catalog.removable(base.name) == base
+
+
+def test_adapters_are_restored_after_their_bases_whatever_clocks_said(catalog: Catalog) -> None:
+    base = msgspec.structs.replace(record(), created_ns=50)
+    own = msgspec.structs.replace(adapter(base=base.model_id), created_ns=1)
+    restored = Catalog()
+    assert restored.restore([own, base]) == []
+    assert restored.records == (base, own)
