@@ -8,7 +8,8 @@ import socket
 import sys
 
 LIMIT_S = 5.0
-LONGEST = 10_000
+LONGEST = 1 << 20
+"""The most bytes of an answer that are read."""
 USAGE = "usage: python -m services.health http://HOST:PORT/PATH"
 
 

@@ -77,6 +77,12 @@ class Box:
         (container,) = self.compose("ps", "-aq", service).split()
         return self.engine.docker("inspect", "--format", f"{{{{.State.{field}}}}}", container)
 
+    def metrics(self, service: str) -> str:
+        """What the service shows of itself, asked for from another container."""
+        port = 8000 if service == "gateway" else 9100
+        url = f"http://{service}:{port}/metrics"
+        return self.compose("exec", "-T", "node-1", "python", "-m", "services.health", url)
+
     def logs(self) -> str:
         return self.compose("logs", "--no-color", "--tail", "30")
 
@@ -125,6 +131,8 @@ def until(what: str, condition: Callable[[], Any], box: Box) -> None:
 def test_a_cluster_in_a_box(box: Box) -> None:
     box.compose("up", "--detach", "--no-build")
     until("all healthy", lambda: {*OURS, "nats"} <= box.healthy(), box)
+    for service in OURS:
+        assert f'name="{service}"' in box.metrics(service)
     box.command("model", "add", "/models/demo")
     expected = box.ask()
 
