@@ -42,6 +42,16 @@ class EventMachine(Growing):
             return min(self._trust.look_at, self._news_at + self._patience)
         return NEVER
 
+    def awaits(self, node: NodeId) -> bool:
+        """Whether the node is set aside for the event, which has no plan for it yet."""
+        if self.over:
+            return False
+        if self.record.state is EventState.DECIDED:
+            infos = self._reserved.targets if self._reserved is not None else ()
+        else:
+            infos = self.newcomers
+        return any(info.node == node for info in infos)
+
     # --- from the decision to the first bytes ---
 
     def start(self, count: int, exclude: tuple[NodeId, ...]) -> None:
@@ -128,11 +138,14 @@ class EventMachine(Growing):
             return
         self._note(self._desk.now.wall_ns, "reserved_s")
         meets, at = self._desk.cluster.meets, self._desk.at
-        self._infos = tuple(info for info in self._reserved.targets if meets(info))
+        self._infos = tuple(filter(self._may_join, self._reserved.targets))
         sources = [source for source in self._sources.sources if meets(source.info)]
         if not self._infos:
             self.fail(CapacityExceeded("no node has room for another replica"))
             return
+        chosen = {info.node for info in self._infos}
+        if others := tuple(i.node for i in self._reserved.targets if i.node not in chosen):
+            self._unreserve(others)
         self._promised = len(self._infos)
         staying = [s for s in sources if self._standing.fit(s.info.node, at)]
         try:

@@ -65,6 +65,11 @@ class Growing(Mending):
         return self._promised + more
 
     @property
+    def newcomers(self) -> tuple[NodeInfo, ...]:
+        """Nodes that are set aside and are no targets yet."""
+        return self._wanted.infos if self._wanted is not None else ()
+
+    @property
     def growing(self) -> bool:
         return self._wanted is not None
 
@@ -116,10 +121,15 @@ class Growing(Mending):
                 self.fail(PlanError(f"a {kind} answers nothing while the event grows"))
         return True
 
+    def _may_join(self, info: NodeInfo) -> bool:
+        """Whether a node that was set aside is there. Its copy may have given way meanwhile: a node
+        that is being released may not be told to load as well."""
+        return self._desk.cluster.meets(info) and not self._standing.leaving(info.node)
+
     def _keep_present(self, wanted: _Wanted, why_none: str) -> None:
         """Goes on with the newcomers that are there."""
-        meets, out = self._desk.cluster.meets, (*self._out, *self.record.targets)
-        wanted.infos = tuple(i for i in wanted.infos if meets(i) and i.node not in out)
+        out = (*self._out, *self.record.targets)
+        wanted.infos = tuple(i for i in wanted.infos if self._may_join(i) and i.node not in out)
         if not wanted.infos:
             self._give_up(wanted, why_none)
         elif self.phase is Phase.LOADING:

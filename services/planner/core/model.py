@@ -365,7 +365,9 @@ class ModelMachine:
         return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
 
     def _in_event(self, node: NodeId) -> bool:
-        return self.event is not None and self.event.needs(node)
+        """Whether the running event needs the node, or is about to make it a target."""
+        event = self.event
+        return event is not None and (event.needs(node) or event.awaits(node))
 
     def _sends(self, node: NodeId) -> bool:
         return self.event is not None and self.event.sends(node)

@@ -4,6 +4,7 @@ import msgspec
 
 from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
+from services.planner.core.rooms import PROMISE_S
 from services.planner.core.usage import PATIENCE_S
 from shared.ids import ModelId
 from shared.messages import Ok
@@ -240,3 +241,34 @@ def test_gateways_hear_the_objective_while_no_replica_can_be_added() -> None:
     driver.status("b", free=FULL)
     driver.wait(1.1)
     assert driver.sets[-1].within_s == 0.0, "there is another node now"
+
+
+def about_to_use(*, reserved: bool) -> Driver:
+    """Model one sleeps on node a, and an event has asked for node a; the more important model three
+    then wants the room."""
+    driver = pool(model("one"), msgspec.structs.replace(model("three"), priority=1))
+    holds(driver, copy("one", Tier.HOST), disk=("one", "three"))
+    driver.load(1, name="one", gateway="g1")
+    if reserved:
+        driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("a"),)))
+    driver.wait(PROMISE_S)  # until then the room is the event's in any case
+    driver.load(1, name="three", gateway="g3")
+    return driver
+
+
+def test_a_copy_on_a_node_that_is_set_aside_for_its_model_does_not_give_way() -> None:
+    """Its node would be told to free the model, and then to load it."""
+    assert not released(about_to_use(reserved=True))
+
+
+def test_a_node_whose_copy_has_given_way_is_no_target() -> None:
+    """The copy was free when the node was asked for. (`validate` looks after each step.)"""
+    driver = about_to_use(reserved=False)
+    assert released(driver) == [(id_of("one"), None)]
+    driver.join("b")
+    driver.answer(driver.all_asked(commands.Reserve)[0], Reserved(targets=(info("a"),)))
+    disk = Source(info("b"), Tier.DISK, EVERY, True)
+    driver.answer(driver.all_asked(commands.FindSources)[0], Sources(sources=(disk,)))
+    assert not driver.all_asked(commands.MakePlan)
+    first = next(record for record in driver.core.events(9) if record.name == "one")
+    assert first.state is EventState.FAILED
