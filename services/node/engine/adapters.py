@@ -5,6 +5,9 @@ Rows of several adapters and of none share a step. What a row gets does not depe
 kernels add it row by row while the base's product is still in float32 (products.c), and torch row
 group by row group.
 
+What is copied here is copied by NumPy: on the thread that makes adapters, torch's operators would
+wake threads that compete with the engine's.
+
 A product that several modules share (q, k and v; gate and up) has one pair of matrices: `a` has the
 rows of all modules, and `b` is zero where an output is not of the row's module.
 """
@@ -14,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -150,7 +154,7 @@ def _stacked(modules: Sequence[_Module], rank: int, pages: HugePages) -> Tensor:
     full = -(-rank // kernels.TOGETHER) * kernels.TOGETHER
     made, at = pages.take(full, parts[0].shape[1], torch.float32), 0
     for part in parts:
-        made[at : at + len(part)] = part
+        np.copyto(made[at : at + len(part)].numpy(), part.float().numpy())
         at += len(part)
     made[at:] = 0
     return made
@@ -189,9 +193,10 @@ def _packed(
         rank = module.rank
         window = torch.zeros(n, 3, dtype=torch.int32)
         if module.b is not None:
-            b = functional.pad(module.b, (0, 0, 0, n * LANES - module.outputs))
+            b = functional.pad(module.b.float(), (0, 0, 0, n * LANES - module.outputs))
             own = made[at : at + n * rank].view(n, rank, LANES)
-            own.copy_(b.view(n, LANES, rank).transpose(1, 2)).mul_(scaling)
+            turned = b.view(n, LANES, rank).transpose(1, 2)
+            np.multiply(turned.numpy(), np.float32(scaling), out=own.numpy())
             window[:, 0], window[:, 1] = first, rank
             window[:, 2] = torch.arange(at, at + n * rank, rank)
         windows.append(window)
