@@ -32,6 +32,13 @@ class CallUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Its share of the instances that it ran on, in seconds of a whole replica."""
     kv_gb_s: float = 0.0
     """Memory for its KV, times how long. 0 also where it is not known."""
+    ttft_s: float = 0.0
+    """From its arrival to its first token. 0: it got none, or is not for tokens."""
+    tpot_s: float = 0.0
+    """The mean time of a token after the first; of several completions the longest. 0: there was
+    none."""
+    queue_s: float = 0.0
+    """How much of `ttft_s` it waited for an instance."""
     status: str = "done"
     """`done`, `cancelled` (the client left), or the code of an error."""
 

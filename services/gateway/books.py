@@ -106,9 +106,12 @@ class Tab:
         cached: int,
         generated: int,
         status: str,
+        ttft_s: float = 0.0,
+        tpot_s: float = 0.0,
+        queue_s: float = 0.0,
     ) -> None:
-        """The call has ended: it gets back what it did not use, and is written down. `status`: see
-        CallUsage."""
+        """The call has ended: it gets back what it did not use, and is written down. `status` and
+        the times: see CallUsage."""
         charge, self._charge = self._charge, None
         if charge is None:
             return
@@ -127,6 +130,9 @@ class Tab:
                 generated=generated,
                 device_s=round(sum(request.device_s for request in requests), 4),
                 kv_gb_s=round(kv_bytes / 1e9, 12),
+                ttft_s=round(ttft_s, 4),
+                tpot_s=round(tpot_s, 5),
+                queue_s=round(queue_s, 4),
                 status=status,
             )
         )

@@ -84,6 +84,8 @@ class Generation:
         self._at_once = at_once or len(choices)
         self._later: deque[Choice] = deque()
         """Choices that have not begun."""
+        self._ttft_s = self._tpot_s = self._queue_s = 0.0
+        """See CallUsage."""
         self.shows_path = False
         """Whether the client sees over which nodes its tokens come."""
         self.scored = choices[0].request.score_from > 0
@@ -146,6 +148,9 @@ class Generation:
             cached=self._cached_tokens(),
             generated=self.generated - self._generated_before,
             status=self._failed if self.open else "done",
+            ttft_s=self._ttft_s,
+            tpot_s=self._tpot_s,
+            queue_s=self._queue_s,
         )
         if self.open:
             self._metrics.requests.labels(self.record.name, self._failed).inc(self.open)
@@ -285,10 +290,13 @@ class Generation:
             self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived, trace)
             waited_s = max(0.0, choice.request.submitted_at - self._arrived)
             self._metrics.queue_s.labels(name).observe(waited_s, trace)
+            if not self._ttft_s:
+                self._ttft_s, self._queue_s = choice.first_at - self._arrived, waited_s
         if choice.finish:
             self._metrics.tokens.labels(name).inc(count)
             self._metrics.requests.labels(name, choice.finish).inc()
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
+                self._tpot_s = max(self._tpot_s, mean)
                 self._metrics.tpot.labels(name).observe(mean, self._span.exemplar)
             self._metrics.duration.labels(name).observe(now() - self._arrived, self._span.exemplar)

@@ -15,10 +15,11 @@ import msgspec
 
 from services.gateway.api_error import ApiError
 from services.gateway.core.dispatch import Dispatch
+from services.gateway.core.latencies import Latencies
 from services.gateway.core.scene import Scene
 from shared import subjects
 from shared.bus.base import Bus, M
-from shared.clock import now
+from shared.clock import now, wall_ns
 from shared.errors import LambdaScaleError
 from shared.event_pages import read_event
 from shared.ids import EventId, GatewayId, ModelId, ModelName
@@ -48,6 +49,8 @@ ARRIVALS = 100_000
 COUNTS = 5000
 DECISIONS = 100
 RATES = 2400
+LATELY_S = 600.0
+"""How far back the latencies of calls are summed up."""
 ALL = "all"
 """The key of what concerns no model alone."""
 _Row = Count | Rate | Decided
@@ -79,10 +82,13 @@ class _Look:
 
 
 class Lookout:
-    def __init__(self, bus: Bus, dispatch: Dispatch, own: Callable[[], GatewayId]) -> None:
+    def __init__(
+        self, bus: Bus, dispatch: Dispatch, latencies: Latencies, own: Callable[[], GatewayId]
+    ) -> None:
         """`own`: this gateway's id, now."""
         self._bus = bus
         self._dispatch = dispatch
+        self._latencies = latencies
         self._own = own
         self._pages = 0
         self._look = _Look()
@@ -187,6 +193,8 @@ class Lookout:
         )
         about = {"version": __version__, "gateway": self._own(), "missing": look.missing}
         look.scene.put("about", about)
+        found = self._latencies.since(wall_ns() - int(LATELY_S * 1e9))
+        look.scene.put("latencies", {f"{one.model} {one.tenant}": one for one in found})
 
     # --- the registry --------------------------------------------------------
 

@@ -132,7 +132,7 @@ class GatewayService(Service):
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
         """When the bus was last seen connected."""
-        self._lookout = Lookout(bus, self._dispatch, lambda: self.id)
+        self._lookout = Lookout(bus, self._dispatch, self._usage.latencies, lambda: self.id)
         self._planner = PlannerLink(bus, self._dispatch, self.frontend, self.log)
         self._registry_at = -math.inf
         """When the registry was last heard."""

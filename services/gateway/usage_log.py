@@ -10,6 +10,7 @@ from collections import deque
 import msgspec
 import structlog
 
+from services.gateway.core.latencies import Latencies
 from services.gateway.metrics import Metrics
 from shared import subjects
 from shared.bus.base import Bus, Log
@@ -28,6 +29,7 @@ class UsageLog:
         self._bus = bus
         self._metrics = metrics
         self._log = log
+        self.latencies = Latencies()
         self._stored: Log
         self._waiting: deque[CallUsage] = deque()
         self._batch: tuple[str, bytes] | None = None
@@ -39,6 +41,7 @@ class UsageLog:
         )
 
     def note(self, call: CallUsage) -> None:
+        self.latencies.note(call)
         if len(self._waiting) >= MOST:
             self._waiting.popleft()
             self._metrics.usage_lost.inc()

@@ -21,7 +21,7 @@ axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")
 AXE = (resources.files(axe) / "axe.min.js").read_text()
-VIEWS = ("cluster", "events", "event/last", f"scaling/{MODEL}", "pool", "playground")
+VIEWS = ("cluster", "events", "event/last", f"scaling/{MODEL}", "latency", "pool", "playground")
 WAIT_MS = 60_000
 FAULTS = "axe.run().then(found => found.violations.map(v => `${v.id}: ${v.nodes[0].html}`))"
 

@@ -19,7 +19,7 @@ PURE_STDLIB = {
 }  # fmt: skip
 PURE_SHARED = (
     "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.schedule",
-    "shared.slots", "shared.story", "shared.wording",
+    "shared.slots", "shared.story", "shared.usage", "shared.wording",
 )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 import { clusterView } from "./cluster.js";
 import { drawAll, h, patchChildren } from "./dom.js";
 import { compareView, eventsView, eventView } from "./event.js";
+import { latencyView } from "./latency.js";
 import { playgroundView } from "./playground.js";
 import { poolView } from "./pool.js";
 import { scalingView } from "./scaling.js";
@@ -14,6 +15,7 @@ const VIEWS = {
   event: ["", eventView],
   compare: ["", compareView],
   scaling: ["Scaling", scalingView],
+  latency: ["Latency", latencyView],
   pool: ["Pool", poolView],
   playground: ["Playground", playgroundView],
 };
@@ -23,6 +25,8 @@ const SILENT_MS = 12000;
 const state = nothing();
 const content = document.getElementById("content");
 let due = false;
+let drawnAt = 0;
+let tookMs = 0;
 let connection = "connecting";
 
 const ui = {
@@ -70,13 +74,17 @@ function place() {
 function show() {
   if (due) return;
   due = true;
-  requestAnimationFrame(() => {
+  // A large picture takes long to draw; most of the time stays for the person.
+  setTimeout(requestAnimationFrame, Math.max(0, drawnAt + 3 * tookMs - performance.now()), () => {
     due = false;
+    const began = performance.now();
     const [name, rest] = place();
     const [, view] = VIEWS[name];
     const fresh = h("div", {}, connection === "key" ? keyForm() : view(state, ui, ...rest));
     patchChildren(content, [...fresh.childNodes]);
     drawAll(content);
+    drawnAt = performance.now();
+    tookMs = drawnAt - began;
   });
 }
 

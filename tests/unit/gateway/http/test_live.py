@@ -206,6 +206,19 @@ async def test_a_page_is_told_all_that_is_known_and_then_what_changes() -> None:
         await page.until(lambda page: page.items["instances"]["replica-1"] is None)
 
 
+async def test_what_calls_took_is_shown_by_model_and_tenant() -> None:
+    async with shown() as (_, _, http), opened(http) as page:
+        async with http.post("/v1/completions", json=ASK) as response:
+            assert response.status == 200
+        await page.until(lambda page: page.items.get("latencies"))
+        (lately,) = page.items["latencies"].values()
+        assert (lately["model"], lately["tenant"], lately["calls"]) == (NAME, "default", 1)
+        ttft_s, queue_s = lately["ttft_s"][0], lately["queue_s"][0]
+        assert ttft_s >= queue_s >= 0
+        assert ttft_s > 0
+        assert len(lately["tpot_s"]) == 3
+
+
 async def test_a_page_opened_late_is_told_of_an_event_that_is_over() -> None:
     async with shown() as (_, services, http):
         services.record = record(over=True)
