@@ -1,5 +1,7 @@
 """Percentiles of calls by model and tenant, of a window of time, bounded."""
 
+from typing import Any
+
 import pytest
 
 from services.gateway.core import latencies
@@ -8,7 +10,7 @@ from shared.ids import KeyId, ModelName, TenantId
 from shared.usage import CallUsage
 
 
-def call(ended_ns: int, *, tenant: str = "acme", ttft_s: float = 0.0, **more: float) -> CallUsage:
+def call(ended_ns: int, *, tenant: str = "acme", ttft_s: float = 0.0, **more: Any) -> CallUsage:
     return CallUsage(
         tenant=TenantId(tenant), key=KeyId("k"), model=ModelName("m"), call="c", ended_ns=ended_ns,
         took_s=1.0, ttft_s=ttft_s, **more,
