@@ -139,7 +139,7 @@ def test_a_cluster_in_a_box(box: Box) -> None:
     box.command("scale", "demo", "--instances", "3")
     until("three replicas", lambda: box.serving() == NODES, box)
     assert [box.ask() for _ in range(6)] == [expected] * 6
-    until("spans", lambda: {"gateway-0", "planner", *NODES} <= senders(box), box)
+    until("spans", lambda: {"gateway", "planner", *NODES} <= senders(box), box)
 
     check_a_death(box, expected)
     box.compose("restart", "nats")
