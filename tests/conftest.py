@@ -24,7 +24,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
-from tests.support import collecting, dealing, forks
+from tests.support import collecting, dealing, forks, tracebacks
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -112,6 +112,16 @@ def pytest_runtest_teardown() -> Iterator[None]:
     telemetry.shutdown()
     log_plainly()
     assert clock.wall_source is time.time_ns, "the test has replaced the wall clock and left it so"
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_makereport(
+    call: pytest.CallInfo[None],
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if call.excinfo:
+        tracebacks.give_lines(call.excinfo.value)
+        call.excinfo = pytest.ExceptionInfo.from_exception(call.excinfo.value)
+    return (yield)
 
 
 class VirtualTime(VirtualLoop):
