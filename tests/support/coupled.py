@@ -252,6 +252,7 @@ class Pool:
     def step(self, name: NodeId) -> None:
         """One sweep of a node. Parts that begin on it may go on at other nodes."""
         node = self.nodes[name]
+        self._do(name, node.pull(()))
         for part in node.take():
             drawn = [self._drawn(part, i) for i in range(len(part.rows))]
             self._do(name, node.ran(part, drawn, None))
