@@ -6,6 +6,7 @@ import msgspec
 
 from shared.ids import NO_ADAPTER, EventId, Generation, ModelId, ModelName, NodeId
 from shared.messages.base import Message
+from shared.parts import Part
 
 
 class Tier(enum.Enum):
@@ -122,11 +123,13 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The models that it ran lately, by id."""
 
 
-class Holding(msgspec.Struct, frozen=True):
+class Holding(msgspec.Struct, frozen=True, omit_defaults=True):
     model_id: ModelId
     tier: Tier
     blocks: tuple[int, ...]
     """Verified blocks, ascending."""
+    part: Part | None = None
+    """The blocks that have room there, in an arena. None: all."""
 
 
 class CopyProgress(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

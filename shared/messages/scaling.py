@@ -9,6 +9,7 @@ from shared.messages.base import Message
 from shared.messages.instances import InstanceSet
 from shared.messages.ledger import Spent
 from shared.messages.pool import ModelRecord, NodeInfo, Tier
+from shared.parts import Part
 
 
 class Transfer(msgspec.Struct, frozen=True):
@@ -36,7 +37,7 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     A newer revision of the same event replaces the older one. Held blocks stay, and blocks in
     flight whose source is unchanged go on. `promote` names blocks to bring up from the node's own
     lower tiers. StaleEpoch if generation, revision or the planner's epoch is old; CapacityExceeded
-    if the arena is full.
+    if the arena is full, or has room for another part of the model.
     """
 
     event: EventId
@@ -50,6 +51,8 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     promote: tuple[int, ...]
     peers: tuple[NodeInfo, ...]
     """Every node that a pull names."""
+    part: Part | None = None
+    """The blocks for which the node takes room, as one device of a group. None: all."""
     capability: bytes = b""
     """Lets the node read the blocks of its pulls (`shared/capabilities.py`). Empty: the planner has
     no key to sign one."""

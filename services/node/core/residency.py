@@ -1,12 +1,12 @@
-"""What a node holds of one model, and which plan it follows; pure.
+"""What a node holds of one model, or of its part of it, and which plan it follows; pure.
 
-A model's whole span in the arena is taken before its first block comes. From then on:
+The model's whole span in the arena is taken before its first block comes. From then on:
 
     step        from      to        legal if
-    inherit     standby   as it is  the model has the blocks, and nothing is held yet
+    inherit     standby   as it is  the part has the blocks, and nothing is held yet
     follow      any       as it is  the plan is not older than the one that is followed
     activate    standby   active
-    hold        active    as it is  the model has the block, and it is not held yet
+    hold        active    as it is  the part has the block, and it is not held yet
     run         active    as it is  the block is held, and not run yet
     stand by    active    standby
 
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 from shared.errors import StaleEpoch
 from shared.ids import EventId, ModelId
 from shared.messages.pool import Holding, Tier
+from shared.parts import Part, whole
 from shared.story import Story
 
 
@@ -70,14 +71,21 @@ class Residency:
     """Blocks that the engine can run."""
     plan: PlanId | None = None
     """The plan that was followed last. None: no plan was followed since the model stands by."""
+    part: Part | None = None
+    """The blocks that have room in the arena, on a device of a group. None: all."""
+
+    @property
+    def room(self) -> Part:
+        """The blocks that have room in the arena."""
+        return self.part or whole(self.n_blocks)
 
     @property
     def complete(self) -> bool:
-        return len(self.held) == self.n_blocks
+        return len(self.held) == self.room.size
 
     def inherit(self, blocks: frozenset[int]) -> "Residency":
         """Verified blocks were there before this process."""
-        legal = not self.held and blocks <= set(range(self.n_blocks))
+        legal = not self.held and blocks <= set(self.room.blocks)
         return self._take(ResidencyStep.INHERIT, legal, held=blocks)
 
     def follow(self, plan: PlanId) -> "Residency":
@@ -94,7 +102,7 @@ class Residency:
 
     def hold(self, block: int) -> "Residency":
         """A block has landed."""
-        legal = 0 <= block < self.n_blocks and block not in self.held
+        legal = block in self.room.blocks and block not in self.held
         return self._take(ResidencyStep.HOLD, legal, held=self.held | {block})
 
     def run(self, block: int) -> "Residency":
@@ -114,7 +122,7 @@ class Residency:
 
     def validate(self) -> None:
         """IllegalTransition if no steps lead here."""
-        sound = self.runnable <= self.held <= set(range(self.n_blocks))
+        sound = self.runnable <= self.held <= set(self.room.blocks)
         if self.mode is Mode.STANDBY:
             sound = sound and not self.runnable
         if not sound:
@@ -125,9 +133,10 @@ class Residency:
         since its space is taken."""
         found: list[Holding] = []
         if self.mode is Mode.ACTIVE:
-            found.append(Holding(self.model_id, Tier.GPU, tuple(sorted(self.runnable))))
+            runnable = tuple(sorted(self.runnable))
+            found.append(Holding(self.model_id, Tier.GPU, runnable, part=self.part))
         if idle := self.held - self.runnable:
-            found.append(Holding(self.model_id, Tier.HOST, tuple(sorted(idle))))
+            found.append(Holding(self.model_id, Tier.HOST, tuple(sorted(idle)), part=self.part))
         return found
 
 

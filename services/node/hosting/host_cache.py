@@ -16,7 +16,7 @@ import numpy as np
 from services.node.checkpoints.packing import digest
 from services.node.checkpoints.reading import Outcome, Verified, Wanted
 from services.node.core.host_cache import CacheBook, CacheState
-from services.node.hosting.inheritance import CACHE, whole
+from services.node.hosting.inheritance import CACHE, intact
 from services.node.keeper.link import KeeperLink
 from services.node.keeper.messages import Space
 from services.node.memory.arena import Arena, ModelSpace, Span
@@ -190,7 +190,7 @@ class HostCache:
         span = self._arena.take(left.offset, left.nbytes)
         try:
             space = ModelSpace(manifest, span)
-            if len(await whole(manifest, space, left.blocks)) < manifest.n_blocks:
+            if len(await intact(manifest, space, left.blocks)) < manifest.n_blocks:
                 raise NotFound("its copy in the host cache is not as it was")
             self._book.begin(model, span.taken)
         except BaseException:

@@ -48,7 +48,13 @@ class Hosted:
         span, residency = self.span, self.residency
         active = residency.mode is Mode.ACTIVE
         return Space(
-            ARENA, self.model, span.offset, span.nbytes, tuple(sorted(residency.held)), active
+            ARENA,
+            self.model,
+            span.offset,
+            span.nbytes,
+            tuple(sorted(residency.held)),
+            active,
+            (residency.part.start, residency.part.stop) if residency.part else None,
         )
 
     def tell(self, cause: str, text: str, *nodes: NodeId) -> None:

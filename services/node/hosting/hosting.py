@@ -9,7 +9,7 @@ from services.node.core.residency import Mode, PlanId, Planners, Residency
 from services.node.hosting.demotion import Demotion
 from services.node.hosting.host_cache import HostCache
 from services.node.hosting.hosted import Hosted
-from services.node.hosting.inheritance import ARENA, CACHE, whole
+from services.node.hosting.inheritance import ARENA, CACHE, intact
 from services.node.hosting.landings import Landings
 from services.node.hosting.library import Library
 from services.node.hosting.opening import Opening
@@ -25,6 +25,7 @@ from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
 from shared.messages.scaling import ApplyPlan, Pull, ReleaseModel
+from shared.parts import Part, whole
 from shared.runs import runs
 from shared.story import Story
 from shared.wording import counted
@@ -110,14 +111,16 @@ class Hosting:
         model = ModelId(left.model)
         span = self._arena.take(left.offset, left.nbytes)
         try:
-            space = ModelSpace(manifest, span)
-            blocks = await whole(manifest, space, left.blocks)
+            part = Part(*left.part) if left.part else None
+            space = ModelSpace(manifest, span, part)
+            blocks = await intact(manifest, space, left.blocks)
             if not blocks:
                 raise NotFound(f"none of its {len(left.blocks)} blocks is as it was")
         except BaseException:
             self._arena.free(span)
             raise
-        residency = self.residency_type(model, manifest.n_blocks, self.story).inherit(blocks)
+        empty = self.residency_type(model, manifest.n_blocks, self.story, part=part)
+        residency = empty.inherit(blocks)
         hosted = self._hosted[model] = Hosted(manifest, span, space, residency)
         hosted.tell("", f"{counted(len(blocks), 'block')} outlived the process before")
         await self._data.host(model, manifest, space, blocks)
@@ -149,9 +152,11 @@ class Hosting:
             await self._follow(plan, hosted)
             return
         manifest = await self._library.manifest(plan.model_id)
-        span = self._arena.allocate(ModelSpace.size(manifest))
-        residency = self.residency_type(plan.model_id, manifest.n_blocks, self.story)
-        hosted = Hosted(manifest, span, ModelSpace(manifest, span), residency)
+        span = self._arena.allocate(ModelSpace.size(manifest, plan.part))
+        residency = self.residency_type(
+            plan.model_id, manifest.n_blocks, self.story, part=plan.part
+        )
+        hosted = Hosted(manifest, span, ModelSpace(manifest, span, plan.part), residency)
         self._hosted[plan.model_id] = hosted
         try:
             if self.cache.lends(plan.model_id):
@@ -167,7 +172,7 @@ class Hosting:
         self, plan: ApplyPlan, hosted: Hosted, space: ModelSpace | None = None
     ) -> None:
         """`space`: where its blocks are to be readable by peers, if they are not yet."""
-        _check_blocks(plan, hosted.manifest)
+        _check_blocks(plan, hosted)
         followed = PlanId(plan.event, plan.revision)
         hosted.residency.follow(followed)  # before anything is changed
         await hosted.stop_promotion()
@@ -274,7 +279,9 @@ class Hosting:
         """Begins to copy a model that sleeps to the host cache, if it fits there."""
         sleeps = hosted.residency.mode is Mode.STANDBY and hosted.residency.complete
         there = self._hosted.get(hosted.model) is hosted
-        if not (there and sleeps and self.cache.nbytes) or hosted.demotion is not None:
+        # The host cache has whole models: a part of one sleeps in the arena.
+        cached = self.cache.nbytes and hosted.residency.part is None
+        if not (there and sleeps and cached) or hosted.demotion is not None:
             return
         try:
             draft = await self.cache.draft(hosted.model, hosted.manifest)
@@ -355,7 +362,12 @@ def _tell_pulls(hosted: Hosted, plan: ApplyPlan, pulls: Iterable[Pull]) -> None:
         hosted.tell(plan.event, f"pulls blocks {runs(sorted(wanted))} from {source}", source)
 
 
-def _check_blocks(plan: ApplyPlan, manifest: Manifest) -> None:
-    wrong = [block for block in plan.promote if not 0 <= block < manifest.n_blocks]
+def _check_blocks(plan: ApplyPlan, hosted: Hosted) -> None:
+    """BadInput: it asks for a block that the model has not. CapacityExceeded: it is for another
+    part of the model than the one that has room here."""
+    room, wanted = hosted.residency.room, plan.part or whole(hosted.manifest.n_blocks)
+    if wanted != room:
+        raise CapacityExceeded(f"there is room for {room} of the model here, not for {wanted}")
+    wrong = [block for block in plan.promote if block not in room.blocks]
     if wrong:
         raise BadInput(f"model {plan.model_id} has no block {wrong[0]} to promote")

@@ -21,9 +21,9 @@ CACHE = "host cache"
 """Names of a node's memories at its keeper."""
 
 
-async def whole(manifest: Manifest, space: ModelSpace, blocks: Iterable[int]) -> frozenset[int]:
+async def intact(manifest: Manifest, space: ModelSpace, blocks: Iterable[int]) -> frozenset[int]:
     """Those of the blocks that have the manifest's bytes."""
-    asked = [block for block in sorted(set(blocks)) if block < manifest.n_blocks]
+    asked = sorted(set(blocks).intersection(space.part.blocks))
     found: set[int] = set()
 
     def check(block: int) -> None:

@@ -76,7 +76,7 @@ class Opening:
             hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
         hosted.residency = hosted.residency.run(block)
         hosted.tell(hosted.event, f"runs block {block}")
-        if len(hosted.residency.runnable) == hosted.manifest.n_blocks:
+        if len(hosted.residency.runnable) == hosted.residency.room.size:
             self._changed()  # before that, each block is reported by itself
 
     async def close(self, hosted: Hosted, cause: str, *, asleep: bool = False) -> None:

@@ -42,6 +42,8 @@ class Space(_Said, frozen=True):
     """The blocks that are complete."""
     active: bool = False
     """Whether the engine had the model open."""
+    part: tuple[Count, Count] | None = None
+    """(start, stop) of the blocks that have room there. None: all."""
 
 
 # --- from the node -----------------------------------------------------------

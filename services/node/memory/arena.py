@@ -10,12 +10,13 @@ import fcntl
 import mmap
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.node.memory.available import host_memory
 from services.node.memory.views import Memory
-from shared.errors import BadInput, CapacityExceeded, Conflict
-from shared.layout import ALIGN, Manifest
+from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
+from shared.layout import ALIGN, BlockSpec, Manifest
+from shared.parts import Part, whole
 
 PAGE = mmap.PAGESIZE
 LARGE = 64 * PAGE
@@ -168,27 +169,32 @@ class Arena:
 
 
 class ModelSpace:
-    """The blocks of one model in a span, each contiguous. Blocks are aligned to ALIGN, so that
-    little is lost between them; large ones to a page, so that a disk can write right into them."""
+    """The blocks of one model in a span, or of a part of it, each contiguous. Blocks are aligned to
+    ALIGN, so that little is lost between them; large ones to a page, so that a disk can write right
+    into them."""
 
-    def __init__(self, manifest: Manifest, span: Span) -> None:
-        if span.nbytes < self.size(manifest):
-            raise BadInput(
-                f"a span of {span.nbytes} bytes for a model of {self.size(manifest)} bytes"
-            )
+    def __init__(self, manifest: Manifest, span: Span, part: Part | None = None) -> None:
+        """`part`: the blocks that have room in it; None: all."""
+        self.part = whole(manifest.n_blocks) if part is None else part
+        if span.nbytes < (needed := self.size(manifest, self.part)):
+            raise BadInput(f"a span of {span.nbytes} bytes for {needed} bytes of a model")
         self.manifest = manifest
         self.span = span
-        self._blocks: list[memoryview] = []
-        for offset, block in zip(_offsets(manifest), manifest.blocks, strict=False):
-            self._blocks.append(span.memory[offset : offset + block.nbytes])
+        self._blocks: dict[int, memoryview] = {}
+        blocks = manifest.blocks[self.part.start : self.part.stop]
+        for offset, block in zip(_offsets(blocks), blocks, strict=False):
+            self._blocks[block.index] = span.memory[offset : offset + block.nbytes]
 
     @staticmethod
-    def size(manifest: Manifest) -> int:
-        """Bytes to allocate for a model."""
-        *_, end = _offsets(manifest)
+    def size(manifest: Manifest, part: Part | None = None) -> int:
+        """Bytes to allocate for a model, or a part of it."""
+        *_, end = _offsets(manifest.blocks[part.start : part.stop] if part else manifest.blocks)
         return end
 
     def block(self, index: int) -> memoryview:
+        """NotFound: the block has no room here."""
+        if index not in self._blocks:
+            raise NotFound(f"there is room for {self.part} here, not for block {index}")
         return self._blocks[index]
 
 
@@ -196,10 +202,10 @@ def _no_memory(nbytes: int, why: str | None, setting: str) -> CapacityExceeded:
     return CapacityExceeded(f"no memory for an arena of {nbytes} bytes: {why}; lower {setting}")
 
 
-def _offsets(manifest: Manifest) -> Iterator[int]:
+def _offsets(blocks: Iterable[BlockSpec]) -> Iterator[int]:
     """The offset of each block, and then the end of the last one."""
     end = 0
-    for block in manifest.blocks:
+    for block in blocks:
         start = _round_up(end, PAGE if block.nbytes >= LARGE else ALIGN)
         yield start
         end = start + block.nbytes

@@ -75,7 +75,8 @@ class _Model:
     id: ModelId
     manifest: Manifest
     space: ModelSpace
-    blocks: list[_Block]
+    blocks: dict[int, _Block]
+    """Those that have room here."""
     pulls: Pulls
     reads: dict[Pulling, _Reads] = field(default_factory=dict)
     """The reads of pulls that have not ended."""
@@ -114,10 +115,10 @@ class Mover:
             raise Conflict(f"model {model_id} is hosted already")
         most = max(1, self._read_bytes // manifest.chunk_bytes)
         pulls = self.pulls_type([len(spec.digests) for spec in manifest.blocks], most)
-        model = _Model(model_id, manifest, space, [], pulls)
-        for spec in manifest.blocks:
-            block = _Block(region_of(model_id, spec.index), space.block(spec.index))
-            model.blocks.append(block)
+        model = _Model(model_id, manifest, space, {}, pulls)
+        for index in space.part.blocks:
+            block = _Block(region_of(model_id, index), space.block(index))
+            model.blocks[index] = block
             self._transport.register(block.region, block.buffer, flow=model_id)
         self._models[model_id] = model
         space.span.hold(_user(model_id))
@@ -160,6 +161,8 @@ class Mover:
         nothing was changed.
         """
         model = self._hosted(model_id)
+        if outside := [pull.block for pull in pulls if pull.block not in model.blocks]:
+            raise BadInput(f"no block {outside[0]} of model {model_id} has room here")
         commands = model.pulls.apply(plan, pulls, addresses)
         model.permit = permit_for(model_id, capability)
         self._do(model, commands)
@@ -173,8 +176,9 @@ class Mover:
             if self._models.get(model_id) is not model:
                 return
             self._do(model, model.pulls.close())
-            await asyncio.gather(*(self._transport.unregister(b.region) for b in model.blocks))
-            writers = [task for block in model.blocks for task in block.writers]
+            blocks = model.blocks.values()
+            await asyncio.gather(*(self._transport.unregister(b.region) for b in blocks))
+            writers = [task for block in blocks for task in block.writers]
             if writers:
                 await asyncio.wait(writers)
             del self._models[model_id]

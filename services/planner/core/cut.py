@@ -1,0 +1,158 @@
+"""Cuts a model that fits no device into parts, one for each device of a group; pure.
+
+A group is a fixed path: each of its devices holds one part, a run of blocks, for good. As few
+devices as possible are used, because each further one adds a hop to every token. Of the cuts with
+so few parts, one is taken whose largest part is smallest: a token is bound by reading the weights,
+so a part takes the time of its bytes, and the slowest stage bounds the throughput. A group lies on
+one machine if the model fits on one, since activations then need no network.
+
+The largest g rooms are the best g to have. In which order they take their runs is found by dynamic
+programming over how many rooms of each size are used: what matters is the furthest block that they
+reach. Rooms that are alike count as one size, so that is fast; among many sizes, those beyond the
+largest `SIZES` count as the smallest of these.
+"""
+
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from math import prod
+
+from shared.ids import NodeId
+from shared.parts import Part, whole
+
+PAGE = 4096
+"""Large blocks begin at pages (services/node/memory/arena.py): what a block takes beside its
+bytes, at most."""
+MOST_STATES = 20_000
+"""Sizes of rooms are rounded down until no more combinations of them are to be looked at."""
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """What one device has room for."""
+
+    node: NodeId
+    host: str
+    nbytes: int
+
+
+def room_for(block_bytes: Iterable[int]) -> int:
+    """What blocks take of an arena, at most."""
+    return sum(size + PAGE for size in block_bytes)
+
+
+def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] | None:
+    """The parts, in the order of the blocks; one part if a device has room for the whole model.
+    None: the rooms are too small, even all together.
+
+    Deterministic. The parts cover every block once, and there are as many devices, each with room
+    for one of them.
+    """
+    rooms = tuple(rooms)
+    ends = (0, *accumulate(size + PAGE for size in block_bytes))
+    if any(room.nbytes >= ends[-1] for room in rooms):
+        return (whole(len(block_bytes)),)
+    hosts: dict[str, list[int]] = {}
+    for room in rooms:
+        hosts.setdefault(room.host or room.node, []).append(room.nbytes)
+    cuts = [found for sizes in hosts.values() if (found := _fewest(ends, sizes))]
+    if not cuts:
+        cuts = [found for found in [_fewest(ends, [room.nbytes for room in rooms])] if found]
+    best = min(cuts, key=lambda stops: (len(stops), _largest(ends, stops), stops), default=None)
+    if best is None:
+        return None
+    return tuple(Part(start, stop) for start, stop in zip((0, *best), best, strict=False))
+
+
+def _fewest(ends: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The ends of the parts of the best cut for rooms of these sizes."""
+    ordered, total = sorted(sizes, reverse=True), 0
+    for count, size in enumerate(ordered, 1):
+        total += size
+        if total < ends[-1]:
+            continue
+        largest = ordered[:count]
+        if _stops(ends, largest) is not None:
+            return _evenest(ends, largest)
+    return None
+
+
+def _evenest(ends: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """The cut for these rooms whose largest part is smallest."""
+    parts = sorted({stop - start for index, start in enumerate(ends) for stop in ends[index + 1 :]})
+    low, high = 0, len(parts) - 1
+    while low < high:
+        middle = (low + high) // 2
+        if _stops(ends, [min(size, parts[middle]) for size in sizes]) is None:
+            low = middle + 1
+        else:
+            high = middle
+    return _stops(ends, [min(size, parts[low]) for size in sizes])
+
+
+def _stops(ends: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
+    """Where parts end that fit into rooms of these sizes, all used at most once; None: none do."""
+    counts = Counter(_rounded(sizes))
+    reached: dict[tuple[int, ...], tuple[int, ...]] = {(0,) * len(counts): ()}
+    """How many rooms of each size are used -> the ends of the parts that reach furthest."""
+    for _ in sizes:
+        further: dict[tuple[int, ...], tuple[int, ...]] = {}
+        for used, stops in reached.items():
+            for place, (size, count) in enumerate(counts.items()):
+                if used[place] == count:
+                    continue
+                start = stops[-1] if stops else 0
+                stop = bisect_right(ends, ends[start] + size) - 1
+                if stop == len(ends) - 1:
+                    return (*stops, stop)
+                key = (*used[:place], used[place] + 1, *used[place + 1 :])
+                if stop > start and (key not in further or further[key][-1] < stop):
+                    further[key] = (*stops, stop)
+        reached = further
+    return None
+
+
+def _rounded(sizes: Sequence[int]) -> list[int]:
+    """The sizes, so many of them rounded down to others that all combinations can be looked at."""
+    rounded = sorted(sizes, reverse=True)
+    counts = Counter(rounded)
+    while prod(count + 1 for count in counts.values()) > MOST_STATES:
+        known = sorted(counts, reverse=True)
+        upper, lower = min(zip(known, known[1:], strict=False), key=lambda pair: pair[0] - pair[1])
+        counts[lower] += counts.pop(upper)
+    return sorted(counts.elements(), reverse=True)
+
+
+def _largest(ends: Sequence[int], stops: Sequence[int]) -> int:
+    return max(ends[stop] - ends[start] for start, stop in zip((0, *stops), stops, strict=False))
+
+
+def known_cut(parts: Iterable[Part], blocks: int) -> tuple[Part, ...] | None:
+    """The cut to which these parts, which devices hold, belong: what none of them has is one part
+    more for each gap. None: they overlap, so that they are of different cuts."""
+    found: list[Part] = []
+    end = 0
+    for part in sorted(set(parts)):
+        if part.start < end:
+            return None
+        if part.start > end:
+            found.append(Part(end, part.start))
+        found.append(part)
+        end = part.stop
+    if end > blocks:
+        return None
+    return (*found, Part(end, blocks)) if end < blocks else tuple(found)
+
+
+def lacking(
+    cut: Sequence[Part], there: Mapping[Part, int], groups: int
+) -> tuple[tuple[Part, ...], ...]:
+    """What is missing until there are so many groups: for each further group the parts that it
+    lacks. `there`: how many devices have each part, or will."""
+    return tuple(
+        missing
+        for number in range(groups)
+        if (missing := tuple(part for part in cut if there.get(part, 0) <= number))
+    )

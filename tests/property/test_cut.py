@@ -1,0 +1,100 @@
+"""How a model is cut into parts for the devices of a group."""
+
+from collections.abc import Sequence
+from itertools import permutations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from services.planner.core.cut import PAGE, Room, cut, known_cut, lacking
+from shared.ids import NodeId
+from shared.parts import Part, whole
+
+SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=9).map(
+    lambda sizes: [size * 100 * PAGE for size in sizes]
+)
+ROOMS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30)), min_size=1, max_size=5).map(
+    lambda found: [
+        Room(NodeId(f"n{i}"), host, size * 101 * PAGE) for i, (host, size) in enumerate(found)
+    ]
+)
+
+
+def taken(blocks: Sequence[int], part: Part) -> int:
+    return sum(blocks[block] + PAGE for block in part.blocks)
+
+
+def reach(blocks: Sequence[int], rooms: Sequence[int]) -> bool:
+    """Whether rooms, in this order, take all blocks if each takes what it can."""
+    block = 0
+    for room in rooms:
+        while block < len(blocks) and blocks[block] + PAGE <= room:
+            room -= blocks[block] + PAGE
+            block += 1
+    return block == len(blocks)
+
+
+def possible(blocks: Sequence[int], rooms: Sequence[int], parts: int, largest: int) -> bool:
+    """Whether there is a cut of so many parts, none larger, by trying all orders of all rooms."""
+    bounded = [min(room, largest) for room in rooms]
+    return any(reach(blocks, order) for order in set(permutations(bounded, parts)))
+
+
+@given(SIZES, ROOMS)
+def test_a_cut_is_the_best_of_all(blocks: list[int], rooms: list[Room]) -> None:
+    found = cut(blocks, rooms)
+    hosts = [[r.nbytes for r in rooms if r.host == host] for host in ("a", "b")]
+    every = [room.nbytes for room in rooms]
+
+    def fits(sizes: Sequence[int]) -> bool:
+        return any(possible(blocks, sizes, n, sum(every)) for n in range(1, len(sizes) + 1))
+
+    if found is None:
+        assert not fits(every)
+        return
+    assert [b for part in found for b in part.blocks] == list(range(len(blocks)))
+    assert all(part.size for part in found)
+    where = [sizes for sizes in hosts if fits(sizes)] or [every]  # one machine, if it fits on one
+    largest = max(taken(blocks, part) for part in found)
+    assert any(possible(blocks, sizes, len(found), largest) for sizes in where)
+    for sizes in where:
+        assert not any(possible(blocks, sizes, n, sum(every)) for n in range(1, len(found)))
+        assert not possible(blocks, sizes, len(found), largest - 1)
+
+
+def test_equal_rooms_are_used_evenly() -> None:
+    rooms = [Room(NodeId(f"n{i}"), f"h{i // 8}", 40_000_000) for i in range(16)]
+    found = cut([1_000_000] * 80, rooms)
+    assert found is not None
+    assert [part.size for part in found] == [27, 27, 26]
+
+
+def test_many_different_rooms_are_looked_at_fast() -> None:
+    rooms = [Room(NodeId(f"n{i}"), "h", 30_000_000 + 12_345 * i) for i in range(64)]
+    found = cut([1_000_000] * 1_000, rooms)
+    assert found is not None
+    assert len(found) in (34, 35)
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
+def test_the_parts_that_are_left_tell_the_cut(sizes: list[int], data: st.DataObject) -> None:
+    ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    parts = [Part(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    left = data.draw(st.lists(st.sampled_from(parts), unique=True))
+    found = known_cut(left, ends[-1])
+    assert found is not None
+    assert set(left) <= set(found)
+    assert [b for part in found for b in part.blocks] == list(whole(ends[-1]).blocks)
+
+
+def test_parts_of_different_cuts_do_not_go_together() -> None:
+    assert known_cut([Part(0, 4), Part(3, 8)], 8) is None
+    assert known_cut([Part(0, 9)], 8) is None
+
+
+def test_what_groups_lack() -> None:
+    a, b, c = cuts = (Part(0, 2), Part(2, 4), Part(4, 5))
+    assert lacking(cuts, {}, 2) == ((a, b, c), (a, b, c))
+    assert lacking(cuts, {a: 2, b: 1, c: 2}, 2) == ((b,),)
+    assert lacking(cuts, {a: 1, b: 0, c: 1}, 2) == ((b,), (a, b, c))
+    assert lacking(cuts, {a: 1, b: 1, c: 1}, 1) == ()
