@@ -5,6 +5,8 @@ node also counts KV).
 A node has a number of slots for a model: the sequences that it runs at once as a complete replica.
 On a path of S stages a token takes about S passes, and a node is busy with it in one of them, for
 its stage's share of the model. So a sequence takes share / S of a slot on each node of its path.
+(The nodes of a group have no more than their parts to run: there a token takes the time of one pass
+in all, and g devices take g times the slots of one.)
 
 The planner grants an instance as many sequences as fill the part of its nodes that is meant for it.
 Nodes may differ in slots and in speed. A node of half the speed has half the capacity, but as many
@@ -26,10 +28,11 @@ benchmarks.burst`), and more than 5 changes nothing."""
 _ROUNDING = 1e-6
 
 
-def granted(capacity: float, nodes: Collection[tuple[int, float]]) -> int:
+def granted(capacity: float, nodes: Collection[tuple[int, float]], *, group: bool = False) -> int:
     """How many sequences an instance takes at once. `capacity` is in units of a complete node of
     speed 1; `nodes` are the slots and the speed of the node of each stage."""
-    return max(1, round(capacity * len(nodes) * min(slots / speed for slots, speed in nodes)))
+    passes = 1 if group else len(nodes)
+    return max(1, round(capacity * passes * min(slots / speed for slots, speed in nodes)))
 
 
 def weight(stages: Collection[Stage], stage: Stage, blocks: int) -> float:

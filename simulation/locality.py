@@ -6,6 +6,7 @@ from dataclasses import replace
 
 from services.registry.core.placement import Candidate
 from services.registry.core.pool import Pool
+from services.registry.core.reservations import Reservation
 from services.registry.core.survey import Survey
 from services.registry.service import RegistryService
 from shared.bus.base import Bus
@@ -21,8 +22,8 @@ Cached = Callable[[NodeId, ModelId], int]
 class _Survey(Survey):
     cached: Cached
 
-    def _candidate(self, info: NodeInfo, status: NodeStatus, own: bool) -> Candidate:
-        found = super()._candidate(info, status, own)
+    def _candidate(self, info: NodeInfo, status: NodeStatus, held: Reservation | None) -> Candidate:
+        found = super()._candidate(info, status, held)
         cached = self.cached(info.node, self.record.model_id)
         return replace(found, in_memory=max(found.in_memory, cached))
 

@@ -141,11 +141,11 @@ class Watch:
 
     @property
     def replicas(self) -> list[Instance]:
-        return [i for i in self.instances if i.is_replica and i.state is InstanceState.SERVING]
+        return [i for i in self.instances if i.lasts and i.state is InstanceState.SERVING]
 
     @property
     def paths(self) -> list[Instance]:
-        return [i for i in self.instances if not i.is_replica]
+        return [i for i in self.instances if not i.lasts]
 
     def scale_out(self) -> EventRecord | None:
         """The event that the burst caused: the event that moved bytes between nodes."""

@@ -14,7 +14,8 @@ from structlog.stdlib import BoundLogger
 
 from services.planner.core import commands, instances
 from services.planner.core.commands import Command, Log, Publish, Question, Span
-from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
+from services.planner.core.part_plans import plan_parts, repair_parts
+from services.planner.core.placement import append_transfers
 from services.planner.core.planner import Planner
 from services.planner.core.stimuli import (
     Answer,
@@ -185,7 +186,7 @@ class Shell:
                 return Pinged(question.ticket, await self._ping(question))
             case commands.MakePlan():
                 plan = await asyncio.to_thread(
-                    plan_transfers,
+                    plan_parts,
                     question.roles,
                     question.held,
                     question.model,
@@ -197,7 +198,7 @@ class Shell:
                 return Planned(question.ticket, plan)
             case commands.Repair():
                 transfers = await asyncio.to_thread(
-                    repair_transfers,
+                    repair_parts,
                     question.held,
                     question.targets,
                     question.model,

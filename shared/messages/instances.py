@@ -51,6 +51,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     event: EventId | None
     """The scaling event that made the instance."""
     role: Role = Role.BOTH
+    group: bool = False
+    """Whether it is a group: each of its devices has one part of the model for good, since no
+    device has room for all of it."""
 
     @property
     def leader(self) -> NodeId:
@@ -58,7 +61,14 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_replica(self) -> bool:
+        """Whether one node serves alone."""
         return len(self.stages) == 1
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it is to serve for long: a replica or a group, not a path over nodes that
+        load."""
+        return self.group or self.is_replica
 
 
 class Coming(msgspec.Struct, frozen=True, kw_only=True):

@@ -386,10 +386,14 @@ class Reserve(Message, frozen=True, kw_only=True, tag="reserve"):
     nbytes: int
     count: int
     exclude: tuple[NodeId, ...]
+    groups: tuple[tuple[Part, ...], ...] = ()
+    """For a model that fits no device: the parts that each group lacks. Then `count` is the number
+    of all of them, and `nbytes` the room that the largest takes."""
 
 
 class Reserved(Message, frozen=True, kw_only=True, tag="reserved"):
-    """The targets that could be had, best first; possibly none."""
+    """The targets that could be had, best first; possibly none. For groups, those of one group
+    after the other, each in the order of its parts; groups that cannot be whole are left out."""
 
     targets: tuple[NodeInfo, ...]
     reasons: tuple[str, ...] = ()

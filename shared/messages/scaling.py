@@ -253,6 +253,8 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     known."""
     last: NodeId | None = None
     """The target that was complete last, so far."""
+    parts: dict[NodeId, Part] = {}
+    """The blocks that each target is to hold, of a model that fits no device. Empty: all."""
     expected: dict[str, float] = {}
     """Seconds that each phase of the ledger was predicted to take, by `Phase.value`."""
     ledger: tuple[Spent, ...] = ()

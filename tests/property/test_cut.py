@@ -1,7 +1,7 @@
 """How a model is cut into parts for the devices of a group."""
 
 from collections.abc import Sequence
-from itertools import permutations
+from itertools import pairwise, permutations
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -79,7 +79,7 @@ def test_many_different_rooms_are_looked_at_fast() -> None:
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.data())
 def test_the_parts_that_are_left_tell_the_cut(sizes: list[int], data: st.DataObject) -> None:
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
-    parts = [Part(a, b) for a, b in zip(ends, ends[1:], strict=False)]
+    parts = [Part(a, b) for a, b in pairwise(ends)]
     left = data.draw(st.lists(st.sampled_from(parts), unique=True))
     found = known_cut(left, ends[-1])
     assert found is not None

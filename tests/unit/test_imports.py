@@ -18,8 +18,8 @@ PURE_STDLIB = {
     "hashlib", "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
 PURE_SHARED = (
-    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.schedule",
-    "shared.slots", "shared.story", "shared.usage", "shared.wording",
+    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.parts",
+    "shared.schedule", "shared.slots", "shared.story", "shared.usage", "shared.wording",
 )  # fmt: skip
 
 

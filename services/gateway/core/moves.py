@@ -53,7 +53,8 @@ class Moves:
         """
         judged: list[Judged] = []
         routes = self._table.routes.values()
-        queued = len(self._queue) / max(1, len(self._table.replicas))
+        lasting = sum(route.instance.lasts for route in routes)
+        queued = len(self._queue) / max(1, lasting)
         moving = [
             (request, route)
             for route in self._table.moving

@@ -94,13 +94,14 @@ OURS = Routing()
 def refuge(
     routes: Iterable[Route], now: float, shunned: Mapping[InstanceId, float]
 ) -> Route | None:
-    """The instance for a request that is to leave its path: the replica with the least load.
+    """The instance for a request that is to leave its path: the replica or group with the least
+    load.
 
-    Paths are taken only where no replica serves at all. None: all that serve are full, or are
+    Paths are taken only where neither serves at all. None: all that serve are full, or are
     shunned (see `choose`).
     """
     serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
-    replicas = [route for route in serving if route.instance.is_replica]
+    replicas = [route for route in serving if route.instance.lasts]
     free = [route for route in replicas or serving if route.is_free(now, shunned)]
     return min(free, key=lambda route: (route.load(), len(route.requests)), default=None)
 

@@ -91,7 +91,7 @@ class Table:
                 self._nodes[node].account.slots = slots
         self.hear_others(self.routes)
         self._forget(old.values())
-        replicas = (i.slots for i in new.instances if i.is_replica)
+        replicas = (i.slots for i in new.instances if i.lasts)
         self.instance_slots = max(replicas, default=1)
         return list(old.values())
 

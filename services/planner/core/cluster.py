@@ -25,6 +25,7 @@ from shared.messages.pool import (
     Tier,
 )
 from shared.messages.scaling import BlockArrived
+from shared.parts import Part
 
 ARRIVAL_S = 1.0
 """A report that lacks a block which arrived less than this ago was made before it arrived."""
@@ -93,6 +94,8 @@ class Cluster:
         """Answers of `fastest_sender` that still hold."""
         self._disks: list[tuple[float, NodeId]] | None = None
         """The known rates of live nodes' disks, the fastest first; None: to be found anew."""
+        self._largest: int | None = None
+        """The size of the largest arena; None: it has to be found anew."""
         self._slots: int | None = None
         """The median of the nodes' slots; None: it has to be found anew."""
         self.over: dict[NodeId, Generation] = {}
@@ -152,7 +155,7 @@ class Cluster:
         """The live nodes are others now."""
         self._whole_on_disk.clear()
         self._fastest.clear()
-        self._slots = self._disks = None
+        self._slots = self._disks = self._largest = None
 
     def on_revived(self, info: NodeInfo) -> None:
         """The registry says that this generation lives, although it was asked after the planner
@@ -339,6 +342,13 @@ class Cluster:
         """Whether the node has device memory set aside for the model, filled or not."""
         return Tier.GPU in self._models(node).get(model, {})
 
+    def part(self, node: NodeId, model: ModelId) -> Part | None:
+        """The part of the model that a live node's arena has room for. None: all of it, or it has
+        no room set aside."""
+        said = self._of_node(node)
+        parts = (h.part for h in (said.in_arena if said else ()) if h.model_id == model)
+        return next(parts, None)
+
     def with_space(self, model: ModelId) -> Iterator[NodeId]:
         """Live nodes that have room in their arenas set aside for the model, filled or not."""
         for node in self._in_memory.get(model, ()):
@@ -353,6 +363,13 @@ class Cluster:
         """What a live node has measured itself."""
         said = self._of_node(node)
         return said.status.profile if said is not None else Profile()
+
+    @property
+    def largest_arena(self) -> int:
+        """In bytes."""
+        if self._largest is None:
+            self._largest = max((info.arena_bytes for info in self.nodes.values()), default=0)
+        return self._largest
 
     @property
     def slots(self) -> int:

@@ -19,6 +19,7 @@ from shared.messages import Message, pool, scaling
 from shared.messages.instances import Instance, InstanceChange, InstanceSet
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import EventChanged, EventRecord, Transfer
+from shared.parts import Part
 
 
 class Caused(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,9 +68,9 @@ Request = Reserve | FindSources | ReadPool | SendPlan | Release | Unreserve
 
 
 class MakePlan(Question, frozen=True, kw_only=True):
-    """The arguments of `placement.plan_transfers`."""
+    """The arguments of `part_plans.plan_parts`."""
 
-    roles: Roles
+    roles: Mapping[Part, Roles]
     held: Held
     model: ModelRecord
     links: Links
@@ -79,10 +80,10 @@ class MakePlan(Question, frozen=True, kw_only=True):
 
 
 class Repair(Question, frozen=True, kw_only=True):
-    """The arguments of `placement.repair_transfers`."""
+    """The arguments of `part_plans.repair_parts`."""
 
     held: Held
-    targets: Collection[NodeId]
+    targets: Mapping[NodeId, Part]
     model: ModelRecord
     links: Links
     reluctant: Collection[NodeId]

@@ -16,7 +16,7 @@ from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from math import prod
 
 from shared.ids import NodeId
@@ -120,7 +120,7 @@ def _rounded(sizes: Sequence[int]) -> list[int]:
     counts = Counter(rounded)
     while prod(count + 1 for count in counts.values()) > MOST_STATES:
         known = sorted(counts, reverse=True)
-        upper, lower = min(zip(known, known[1:], strict=False), key=lambda pair: pair[0] - pair[1])
+        upper, lower = min(pairwise(known), key=lambda pair: pair[0] - pair[1])
         counts[lower] += counts.pop(upper)
     return sorted(counts.elements(), reverse=True)
 

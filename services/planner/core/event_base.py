@@ -130,6 +130,11 @@ class EventBase:
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._model.model_id) & self._every
 
+    def _wanted_by(self, node: NodeId) -> frozenset[int]:
+        """The blocks that a target is to hold."""
+        part = self.record.parts.get(node)
+        return frozenset(part.blocks) if part else self._every
+
     def _of_targets(self) -> dict[NodeId, frozenset[int]]:
         return {node: self._held(node) for node in self.record.targets}
 
@@ -139,7 +144,7 @@ class EventBase:
         return tuple(
             node
             for node in self._incomplete
-            if self._every - held[node] - self._promoting.get(node, nothing)
+            if self._wanted_by(node) - held[node] - self._promoting.get(node, nothing)
         )
 
     def _senders(self) -> set[NodeId]:
@@ -325,11 +330,13 @@ class EventBase:
         planned = self.record.state is not EventState.DECIDED
         assert planned == (self.phase not in (Phase.RESERVING, Phase.PLANNING))
         if planned:
-            lacking = {n for n in self.record.targets if self._held(n) != self._every}
+            lacking = {n for n in self.record.targets if self._held(n) != self._wanted_by(n)}
             assert lacking == set(self._incomplete)
         assert self.targets == set(self.record.targets)
         assert not self._out & set(self.record.targets)
         assert self._promoting.keys() <= set(self.record.targets)
+        for node, blocks in self._promoting.items():
+            assert blocks <= self._wanted_by(node)
         waiting = (Phase.RESERVING, Phase.PLANNING, Phase.JUDGING, Phase.REPAIRING)
         assert bool(self._waits) == (self.phase in waiting)
         if self.phase is Phase.LOADING:

@@ -4,7 +4,7 @@ Trouble that comes in another phase waits until the event is `loading`. All trou
 then is answered with one revision.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
@@ -13,15 +13,17 @@ from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase, Trouble
 from services.planner.core.forecast import later
-from services.planner.core.growing import Growing
+from services.planner.core.growing import Growing, Needs
 from services.planner.core.ledger import planned
-from services.planner.core.placement import Plan, Roles, assign_roles
+from services.planner.core.part_plans import roles_by_part, together
+from services.planner.core.placement import Plan, Roles
 from services.planner.core.stimuli import Answer, Appended, Failed, Planned, Repaired, Replied
 from shared.errors import CapacityExceeded, PlanError
 from shared.ids import Generation, NodeId
 from shared.messages import pool
 from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
 from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken
+from shared.parts import Part
 
 
 class EventMachine(Growing):
@@ -54,20 +56,12 @@ class EventMachine(Growing):
 
     # --- from the decision to the first bytes ---
 
-    def start(self, count: int, exclude: tuple[NodeId, ...]) -> None:
-        """Reserves up to `count` targets."""
-        self._promised = count
+    def start(self, needs: Needs, exclude: tuple[NodeId, ...]) -> None:
+        """Reserves targets for what replicas lack."""
+        self._promised = needs
         self._desk.announce(self.record)
         self._tell(f"decided: {self.record.cause}")
-        event = self.record.id
-        reserve = pool.Reserve(
-            event=event,
-            model_id=self._model.model_id,
-            nbytes=self._model.nbytes,
-            count=count,
-            exclude=exclude,
-            cause=event,
-        )
+        event, reserve = self.record.id, self._reserve(needs, exclude)
         query = pool.SourcesQuery(model_id=self._model.model_id, cause=event)
         self._do(commands.Reserve(ticket=self._ask(ASK_S), message=reserve, cause=event))
         self._do(commands.FindSources(ticket=self._ask(ASK_S), message=query, cause=event))
@@ -81,7 +75,7 @@ class EventMachine(Growing):
         pulled = {node: {t.block for t in transfers if t.dst == node} for node in targets}
         receiving = tuple(node for node in targets if pulled[node])
         self._roles = Roles(self.record.sources, (), (), receiving)
-        self._promoting = {n: self._every - self._held(n) - pulled[n] for n in targets}
+        self._promoting = {n: self._wanted_by(n) - self._held(n) - pulled[n] for n in targets}
         self._orders.sent = dict.fromkeys(targets, self.record.revision)
         self._trust.begin(self._desk.at)
         self.record = msgspec.structs.replace(self.record, bytes_moved=0)
@@ -89,7 +83,8 @@ class EventMachine(Growing):
             self._look(node)
             for block in self._held(node):
                 self._count(node, block, self._model.block_bytes[block] if node in receiving else 0)
-        self.effects += [Joined(nodes[node]) for node in targets if node in nodes]
+        parts = self.record.parts
+        self.effects += [Joined(nodes[n], parts.get(n)) for n in targets if n in nodes]
         reason = "it went while there was no planner"
         self._troubles += [
             NodeGone(node=node, generation=Generation(0), reason=reason)
@@ -138,7 +133,8 @@ class EventMachine(Growing):
             return
         self._note(self._desk.now.wall_ns, "reserved_s")
         meets, at = self._desk.cluster.meets, self._desk.at
-        self._infos = tuple(filter(self._may_join, self._reserved.targets))
+        dealt = self._dealt(self._promised, self._reserved.targets)
+        self._infos = tuple(dealt)
         sources = [source for source in self._sources.sources if meets(source.info)]
         if not self._infos:
             self.fail(CapacityExceeded("no node has room for another replica"))
@@ -146,23 +142,25 @@ class EventMachine(Growing):
         chosen = {info.node for info in self._infos}
         if others := tuple(i.node for i in self._reserved.targets if i.node not in chosen):
             self._unreserve(others)
-        self._promised = len(self._infos)
+        self._promised = tuple((part,) for part in dealt.values())
         staying = [s for s in sources if self._standing.fit(s.info.node, at)]
         try:
-            roles = assign_roles(staying, [info.node for info in self._infos])
+            by_part = roles_by_part(staying, {i.node: part for i, part in dealt.items()})
         except PlanError as error:
             self.fail(error)
         else:
-            self._plan(roles)
+            self.record = msgspec.structs.replace(self.record, parts=self._parts_of(dealt))
+            self._plan(by_part)
 
-    def _plan(self, roles: Roles) -> None:
+    def _plan(self, by_part: Mapping[Part, Roles]) -> None:
         self._step(Phase.PLANNING)
+        roles = together(by_part.values())
         self._roles, self._reserved_ns = roles, self._desk.now.wall_ns
         settings = self._desk.settings
         targets = (*roles.promoting, *roles.receiving)
         plan = commands.MakePlan(
             ticket=self._ask(THINK_S),
-            roles=roles,
+            roles=by_part,
             held={node: self._held(node) for node in targets},
             model=self._model,
             links=self._links(),
@@ -194,8 +192,9 @@ class EventMachine(Growing):
         self._set(events.advance(record, EventState.PLANNED, now.wall_ns))
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
         self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
-        self.effects += [Joined(info) for info in self._infos]
-        self._promised = 0
+        parts = self.record.parts
+        self.effects += [Joined(info, parts.get(info.node)) for info in self._infos]
+        self._promised = ()
         for node in self.record.targets:
             self._look(node)
         self._form_at = now.at + plan.setup_s
@@ -289,7 +288,7 @@ class EventMachine(Growing):
             self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
 
     def _look(self, node: NodeId) -> None:
-        if self._held(node) != self._every:
+        if self._held(node) != self._wanted_by(node):
             self._incomplete[node] = None
         else:
             self._incomplete.pop(node, None)

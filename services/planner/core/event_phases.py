@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from shared.ids import NodeId
 from shared.messages.pool import NodeGone, NodeInfo
 from shared.messages.scaling import PullFailed, Transfer
+from shared.parts import Part
 
 
 class Phase(enum.Enum):
@@ -54,6 +55,8 @@ class Joined:
     """The node is a target now."""
 
     info: NodeInfo
+    part: Part | None = None
+    """What it is to hold, as one device of a group. None: all."""
 
 
 @dataclass(frozen=True, slots=True)

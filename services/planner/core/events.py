@@ -6,6 +6,8 @@ are still loading) may be skipped: a target can be complete before any path is w
 A new revision of the plan is no new state.
 """
 
+from collections.abc import Mapping
+
 import msgspec
 
 from services.planner.core.ledger import ledger, longer
@@ -21,6 +23,7 @@ from shared.messages.scaling import (
     Timings,
     Transfer,
 )
+from shared.parts import Part, whole
 
 _S = EventState
 TRANSITIONS: dict[EventState, frozenset[EventState]] = {
@@ -148,6 +151,11 @@ def mend(record: EventRecord, repair: Repair, transfers: tuple[Transfer, ...]) -
     return msgspec.structs.replace(revised, repairs=(*record.repairs, repair))
 
 
+def wanted(record: EventRecord, node: NodeId) -> Part:
+    """The blocks that a target is to hold."""
+    return record.parts.get(node) or whole(record.n_blocks)
+
+
 def replan(
     record: EventRecord, targets: tuple[NodeId, ...], transfers: tuple[Transfer, ...]
 ) -> EventRecord:
@@ -170,11 +178,13 @@ def grow(
     *,
     complete_s: float | None,
     limit_s: float | None,
+    parts: Mapping[NodeId, Part],
 ) -> EventRecord:
     """The record's next revision, with newcomers and what they get.
 
     `complete_s`: when all targets are expected to be complete, `limit_s`: the newcomers' physical
-    limit; both in seconds after the decision. None: not known.
+    limit; both in seconds after the decision. None: not known. `parts`: what newcomers are to hold
+    that are devices of groups.
     """
     known = record.predicted.all_complete_s
     over = None if known is None or complete_s is None else max(known, complete_s)
@@ -187,6 +197,7 @@ def grow(
     return msgspec.structs.replace(
         revised,
         growths=(*record.growths, growth),
+        parts={**record.parts, **parts},
         predicted=msgspec.structs.replace(record.predicted, all_complete_s=over),
         expected=longer(record.expected, (over or 0.0) - (known or 0.0)),
         physical_limit_s=None if limit is None or limit_s is None else max(limit, limit_s),

@@ -6,7 +6,8 @@ plan. Sets are published at once after a quiet time, and at most every `PACE_S` 
 is said is mostly what has changed.
 """
 
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -22,6 +23,8 @@ from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.changes import change_of
 from shared.messages.instances import Coming, Instance, InstanceSet, InstanceState
 from shared.messages.pool import ModelRecord, NodeInfo
+from shared.parts import Part, whole
+from shared.wording import counted
 
 REPUBLISH_S = 1.0
 """Seconds after which gateways are told of a model again, also if nothing has changed."""
@@ -52,6 +55,9 @@ class Fleet:
         self._members: dict[NodeId, Member] = {}
         self._partial: set[NodeId] = set()
         """Members that lack blocks."""
+        self.cut: tuple[Part, ...] = (whole(record.n_blocks),)
+        """The parts that the devices of a replica have. Empty: all nodes together have no room for
+        the model."""
         self._changes = 0
         """How often the members have changed."""
         self.instances: tuple[Instance, ...] = ()
@@ -68,8 +74,6 @@ class Fleet:
         self._desk = desk
         self._record = record
         self._every = frozenset(range(record.n_blocks))
-        settings = desk.settings
-        self._rules = Rules(record.n_blocks, settings.max_stages, HOP_COST, settings.serving)
         self._planned: Mapping[Stages, float] = {}
         self._planning = 0
         """The number of the open question for paths; 0: none."""
@@ -102,16 +106,26 @@ class Fleet:
 
     @property
     def replicas(self) -> list[Member]:
-        """Complete members that take requests, in the order in which they joined."""
+        """Complete members that take requests, in the order in which they joined. Of a model that
+        fits no device, several of them make one replica (`count`)."""
         blocks = self._record.n_blocks
-        return [m for m in self._members.values() if len(m.held) == blocks and not m.draining]
+        return [m for m in self._members.values() if m.is_complete(blocks) and not m.draining]
+
+    def parts(self, members: Iterable[Member]) -> Counter[Part]:
+        """How many of the members have each part."""
+        return Counter(member.part or self.cut[0] for member in members)
+
+    def count(self, parts: Mapping[Part, int]) -> int:
+        """How many replicas so many devices with each part are."""
+        return min((parts.get(part, 0) for part in self.cut), default=0)
 
     @property
     def loading(self) -> bool:
         """Whether some member is not complete yet."""
         return bool(self._partial)
 
-    def join(self, info: NodeInfo, cause: Cause) -> None:
+    def join(self, info: NodeInfo, cause: Cause, part: Part | None = None) -> None:
+        """`part`: what it is to hold, as one device of a group."""
         member = Member(
             node=info.node,
             address=info.address,
@@ -121,9 +135,12 @@ class Fleet:
             event=cause.event,
             trace=cause.trace,
             since=self._desk.at,
+            part=part,
+            host=info.host,
         )
+        size = part.size if part else self._record.n_blocks
         self._desk.tell(
-            f"member with {len(member.held)} of {self._record.n_blocks} blocks",
+            f"member with {len(member.held)} of {counted(size, 'block')}",
             info.node,
             self._record.model_id,
         )
@@ -150,7 +167,8 @@ class Fleet:
                 self._put(msgspec.structs.replace(member, slots=slots))
 
     def _slots(self, info: NodeInfo) -> int:
-        return min(info.slots, self.most_slots) if self.most_slots else info.slots
+        most = -(-self.most_slots // max(1, len(self.cut)))
+        return min(info.slots, most) if most else info.slots
 
     def separate(self, prefill_share: float) -> None:
         """From now on this share of the replicas prefills (`roles`)."""
@@ -173,6 +191,12 @@ class Fleet:
             del self._members[node]
             self._partial.discard(node)
             self._changed()
+
+    def _rules(self) -> Rules:
+        """A path over old and new groups may change from one to the other and back."""
+        settings = self._desk.settings
+        stages = settings.max_stages if len(self.cut) == 1 else len(self.cut) + settings.max_stages
+        return Rules(self._record.n_blocks, stages, HOP_COST, settings.serving)
 
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._record.model_id) & self._every
@@ -198,7 +222,7 @@ class Fleet:
         self._note(member)
 
     def _note(self, member: Member) -> None:
-        if member.held == self._every:
+        if member.is_complete(self._record.n_blocks):
             self._partial.discard(member.node)
         else:
             self._partial.add(member.node)
@@ -232,7 +256,7 @@ class Fleet:
                 ticket=ticket,
                 previous=self.instances,
                 members=dict(self._members),
-                rules=self._rules,
+                rules=self._rules(),
                 cause=self._desk.cause,
             )
         )
@@ -305,7 +329,7 @@ class Fleet:
             self._revision = self._desk.next_revision()
             self._publish()
             known = {instance.id for instance in before}
-            return [i for i in self.instances if not i.is_replica and i.id not in known]
+            return [i for i in self.instances if not i.lasts and i.id not in known]
         if at >= self._published_at + REPUBLISH_S:
             self._publish()
         return []
@@ -316,7 +340,7 @@ class Fleet:
         self._revised_at, self._revise_at = at, NEVER
         if self._outdated and not self.loading:
             self._outdated = False
-            self._planned = instances.plan(self.instances, self._members, self._rules)
+            self._planned = instances.plan(self.instances, self._members, self._rules())
         basis = self._changes, self._planned, self.prefill_share
         if not self._retired and basis == self._basis:
             return
@@ -363,8 +387,9 @@ class Fleet:
         expected = self.expects()
         if expected is None:
             return None
-        most = max((len(self._members[node].held) for node in self._partial), default=0)
-        share = most / self._record.n_blocks
+        blocks = self._record.n_blocks
+        loading = (self._members[node] for node in self._partial)
+        share = max((len(m.held) / (m.part.size if m.part else blocks) for m in loading), default=0)
         return Coming(
             share=share,
             first_s=expected.first_s,
@@ -397,7 +422,8 @@ class Fleet:
         for node, member in self._members.items():
             assert member.held == self._held(node), f"{node} holds something else"
         blocks = self._record.n_blocks
-        assert self._partial == {n for n, m in self._members.items() if len(m.held) < blocks}
+        assert self._partial == {n for n, m in self._members.items() if not m.is_complete(blocks)}
+        assert {m.part for m in self._members.values() if m.part} <= set(self.cut)
         assert self._retired.keys() == {
             i.id for i in self.instances if i.state is not InstanceState.SERVING
         }

@@ -9,24 +9,31 @@ free again, and the model decides anew.
 """
 
 from abc import abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, islice
 
 from services.planner.core import commands, events
 from services.planner.core.choose import AUTO
+from services.planner.core.cut import room_for
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, NEVER, THINK_S
 from services.planner.core.event_phases import Joined, Phase
 from services.planner.core.mending import Mending
 from services.planner.core.multicast.strategies import FORMS_GROUP, LOCAL
-from services.planner.core.placement import Plan
+from services.planner.core.placement import Held, Plan
 from services.planner.core.stimuli import Answer, Appended, Failed, Replied
 from shared.errors import PlanError
 from shared.ids import NodeId
 from shared.messages import pool
 from shared.messages.pool import NodeInfo, Reserved, Tier
 from shared.messages.scaling import EventState, Growth
+from shared.parts import Part, whole
 
+Needs = tuple[tuple[Part, ...], ...]
+"""What is missing for replicas: for each of them, the parts that it lacks. A model that fits a
+device has one part."""
 GROW_AGAIN_S = 1.0
 """Seconds for which an event that could not grow is not asked to again."""
 
@@ -35,12 +42,12 @@ GROW_AGAIN_S = 1.0
 class _Wanted:
     """Newcomers, until they are targets."""
 
-    count: int
+    needs: Needs
     cause: str
     asked: int
     """The number of the open question; 0: none."""
-    infos: tuple[NodeInfo, ...] = ()
-    """The newcomers, once they are reserved."""
+    parts: dict[NodeInfo, Part] = field(default_factory=dict)
+    """The newcomers, once they are reserved, with what they are to hold."""
     revision: int = 0
     """The revision to which the plan that is being made would be appended."""
     since_ns: int = 0
@@ -50,24 +57,25 @@ class Growing(Mending):
     _wanted: _Wanted | None = None
     _grow_at = float("-inf")
     """When it may be asked to grow again after it could not."""
-    _promised = 0
-    """How many targets the event was begun with, until they are known."""
+    _promised: Needs = ()
+    """What the event was begun for, until its targets are known."""
 
     # --- for its model ---
 
     @property
-    def expected(self) -> int:
-        """How many replicas were asked for that are no members yet."""
+    def expected(self) -> Counter[Part]:
+        """How many devices were asked for that are no members yet, by what they are to hold."""
         if self.over:
-            return 0
-        wanted = self._wanted
-        more = 0 if wanted is None else len(wanted.infos) or wanted.count
-        return self._promised + more
+            return Counter()
+        more: Iterable[Part] = ()
+        if (wanted := self._wanted) is not None:
+            more = wanted.parts.values() or chain(*wanted.needs)
+        return Counter(chain(*self._promised, more))
 
     @property
     def newcomers(self) -> tuple[NodeInfo, ...]:
         """Nodes that are set aside and are no targets yet."""
-        return self._wanted.infos if self._wanted is not None else ()
+        return tuple(self._wanted.parts) if self._wanted is not None else ()
 
     @property
     def growing(self) -> bool:
@@ -82,21 +90,46 @@ class Growing(Mending):
         may = grows and self.phase in phases and self.revisions_left > MAX_REVISIONS // 2
         return self._grow_at if may and not self.growing else NEVER
 
-    def grow(self, count: int, exclude: tuple[NodeId, ...], cause: str) -> None:
-        """Asks for up to `count` targets more."""
-        self._tell(f"grows by up to {count}: {cause}")
+    def grow(self, needs: Needs, exclude: tuple[NodeId, ...], cause: str) -> None:
+        """Asks for targets for what further replicas lack."""
+        self._tell(f"grows by up to {len(needs)}: {cause}")
         ticket = self._ticket(ASK_S)
-        self._wanted = _Wanted(count, cause, ticket.number, since_ns=self._desk.now.wall_ns)
-        event = self.record.id
-        reserve = pool.Reserve(
-            event=event,
+        self._wanted = _Wanted(needs, cause, ticket.number, since_ns=self._desk.now.wall_ns)
+        reserve = self._reserve(needs, exclude)
+        self._do(commands.Reserve(ticket=ticket, message=reserve, cause=self.record.id))
+
+    def _reserve(self, needs: Needs, exclude: tuple[NodeId, ...]) -> pool.Reserve:
+        parts, sizes = tuple(chain(*needs)), self._model.block_bytes
+        all_ = whole(self._model.n_blocks)
+        rooms = [
+            self._model.nbytes if part == all_ else room_for(sizes[part.start : part.stop])
+            for part in set(parts)
+        ]
+        return pool.Reserve(
+            event=self.record.id,
             model_id=self._model.model_id,
-            nbytes=self._model.nbytes,
-            count=count,
+            nbytes=max(rooms),
+            count=len(parts),
             exclude=exclude,
-            cause=event,
+            groups=() if set(parts) == {all_} else needs,
+            cause=self.record.id,
         )
-        self._do(commands.Reserve(ticket=ticket, message=reserve, cause=event))
+
+    def _dealt(self, needs: Needs, infos: Sequence[NodeInfo]) -> dict[NodeInfo, Part]:
+        """What each node that was set aside is to hold. Nodes that are not there are left out, and
+        the others of their groups."""
+        dealt: dict[NodeInfo, Part] = {}
+        left = iter(infos)
+        for group in needs:
+            nodes = tuple(islice(left, len(group)))
+            if len(group) == len(nodes) and all(map(self._may_join, nodes)):
+                dealt |= zip(nodes, group, strict=True)
+        return dealt
+
+    def _parts_of(self, dealt: Mapping[NodeInfo, Part]) -> dict[NodeId, Part]:
+        """For the event's record: those that hold a part of the model."""
+        all_ = whole(self._model.n_blocks)
+        return {info.node: part for info, part in dealt.items() if part != all_}
 
     # --- its course ---
 
@@ -110,7 +143,7 @@ class Growing(Mending):
             case Failed():
                 self._give_up(wanted, str(answer.error))
             case Replied(reply=Reserved(targets=infos)):
-                wanted.infos = infos
+                wanted.parts = self._dealt(wanted.needs, infos)
                 self._keep_present(wanted, "no node has room for another replica")
             case Appended() if self._fits(wanted, answer.plan):
                 self._take_in(wanted, answer.plan)
@@ -129,8 +162,11 @@ class Growing(Mending):
     def _keep_present(self, wanted: _Wanted, why_none: str) -> None:
         """Goes on with the newcomers that are there."""
         out = (*self._out, *self.record.targets)
-        wanted.infos = tuple(i for i in wanted.infos if self._may_join(i) and i.node not in out)
-        if not wanted.infos:
+        there = {i: p for i, p in wanted.parts.items() if self._may_join(i) and i.node not in out}
+        if lost := tuple(info.node for info in wanted.parts if info not in there):
+            self._unreserve(lost)
+        wanted.parts = there
+        if not wanted.parts:
             self._give_up(wanted, why_none)
         elif self.phase is Phase.LOADING:
             self._plan_growth()
@@ -138,13 +174,14 @@ class Growing(Mending):
     def _plan_growth(self) -> None:
         """In `loading`: asks for what newcomers get, if there are any without a plan."""
         wanted = self._wanted
-        if wanted is None or wanted.asked or not wanted.infos:
+        if wanted is None or wanted.asked or not wanted.parts:
             return
-        newcomers = tuple(info.node for info in wanted.infos)
-        receiving = tuple(n for n in newcomers if n not in self._with_copies(newcomers))
+        newcomers = {info.node: frozenset(part.blocks) for info, part in wanted.parts.items()}
+        own = self._with_copies(newcomers)
+        receiving = tuple(node for node in newcomers if node not in own)
         ticket = self._ticket(THINK_S)
         wanted.asked, wanted.revision = ticket.number, self.record.revision
-        lacked = {node: self._every - self._held(node) for node in receiving}
+        lacked = {node: newcomers[node] - self._held(node) for node in receiving}
         can_send = {
             node: blocks
             for node, blocks in self._to_send().items()
@@ -152,7 +189,7 @@ class Growing(Mending):
         }
         self._append(ticket, self._to_come(), lacked, can_send)
 
-    def _with_copies(self, newcomers: Iterable[NodeId]) -> set[NodeId]:
+    def _with_copies(self, newcomers: Held) -> set[NodeId]:
         """Newcomers that load a copy of their own: from host memory, or from their disk if that is
         known to be faster than the link, or if the strategy moves nothing."""
         strategy, links = self._desk.settings.strategy, self._links()
@@ -160,13 +197,13 @@ class Growing(Mending):
         memory, disks = holders(id_, [Tier.HOST, Tier.CACHE]), holders(id_, [Tier.DISK])
         nothing = frozenset[int]()
 
-        def has_own(node: NodeId) -> bool:
+        def has_own(node: NodeId, wanted: frozenset[int]) -> bool:
             faster = strategy == LOCAL or (strategy == AUTO and links.disk_beats_link(node))
-            return self._every <= memory.get(node, nothing) or (
-                faster and self._every <= disks.get(node, nothing)
+            return wanted <= memory.get(node, nothing) or (
+                faster and wanted <= disks.get(node, nothing)
             )
 
-        return {node for node in newcomers if has_own(node)}
+        return {node for node, wanted in newcomers.items() if has_own(node, wanted)}
 
     def _may_send(self, node: NodeId) -> bool:
         """Whether newcomers may be told to load from the node. Targets that drain still send what
@@ -180,7 +217,7 @@ class Growing(Mending):
         return (
             self.phase is Phase.LOADING
             and self.record.revision == wanted.revision
-            and all(meets(info) and info.node not in self._out for info in wanted.infos)
+            and all(meets(info) and info.node not in self._out for info in wanted.parts)
             and all(map(self._may_send, {t.src for t in plan.transfers}))
         )
 
@@ -188,8 +225,9 @@ class Growing(Mending):
         """Makes targets of the newcomers, and gives them their parts. The other targets keep
         theirs."""
         self._wanted, now = None, self._desk.now
-        nodes = tuple(info.node for info in wanted.infos)
-        self._promoting |= dict.fromkeys(self._with_copies(nodes), self._every)
+        nodes = tuple(info.node for info in wanted.parts)
+        newcomers = {info.node: frozenset(part.blocks) for info, part in wanted.parts.items()}
+        self._promoting |= {node: newcomers[node] for node in self._with_copies(newcomers)}
         growth = Growth(now.wall_ns, wanted.cause, nodes, wanted.since_ns)
         since_decision_s = (now.wall_ns - self.record.decided_ns) / 1e9
         over, limit = plan.forecast.predicted.all_complete_s, plan.forecast.physical_limit_s
@@ -200,6 +238,7 @@ class Growing(Mending):
                 plan.transfers,
                 complete_s=None if over is None else since_decision_s + over,
                 limit_s=None if limit is None else since_decision_s + limit,
+                parts=self._parts_of(wanted.parts),
             )
         )
         names = ",".join(nodes)
@@ -211,7 +250,8 @@ class Growing(Mending):
             since_ns=wanted.since_ns,
             attributes={"cause": wanted.cause, "targets": names, "transfers": len(plan.transfers)},
         )
-        self.effects += [Joined(info) for info in wanted.infos]
+        parts = self.record.parts
+        self.effects += [Joined(info, parts.get(info.node)) for info in wanted.parts]
         for node in nodes:
             self._look(node)
         self._send(nodes)
@@ -220,8 +260,8 @@ class Growing(Mending):
         self._wanted, self._grow_at = None, self._desk.at + GROW_AGAIN_S
         self._tell(f"does not grow: {why}")
         self._log("info", "event does not grow", why=why)
-        if wanted.infos:
-            nodes = tuple(info.node for info in wanted.infos)
+        if wanted.parts:
+            nodes = tuple(info.node for info in wanted.parts)
             self._unreserve(nodes)
 
     def _finish(self, state: EventState, error: str = "") -> None:

@@ -4,7 +4,8 @@ Two steps. `plan` says which stages should serve and how much of the load: a pur
 takes a while on large clusters. `revise` turns that into the next set of instances, at once, and
 whatever happened to the members meanwhile: it never keeps an instance that cannot run.
 
-A complete member is a replica. Members that hold a part, together with complete ones, form paths.
+A complete member is a replica. Of a model that fits no device, complete members have a part each,
+and form groups. Members that still load form paths, together with complete ones.
 An instance, once made, keeps its id and its stages for life; when the plan no longer wants it, it
 drains (other paths took over) or moves (its nodes are complete: local execution is faster).
 """
@@ -18,6 +19,7 @@ from services.planner.core.paths import WeightedPath
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
+from shared.parts import Part
 from shared.slots import granted
 
 Stages = tuple[Stage, ...]
@@ -41,6 +43,14 @@ class Member(msgspec.Struct, frozen=True):
     """Whether it was complete before the current loading, or the last one, began."""
     since: float = 0.0
     """When it became a member."""
+    host: str = ""
+    """Its machine."""
+    part: Part | None = None
+    """The blocks that it is to hold, as one device of a group. None: all."""
+
+    def is_complete(self, blocks: int) -> bool:
+        """Whether it has all that it is to hold, of a model with so many blocks."""
+        return len(self.held) == (self.part.size if self.part else blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,13 +68,13 @@ def join(members: dict[NodeId, Member], member: Member, blocks: int) -> None:
     if not loading(members, blocks):
         for node, known in members.items():
             members[node] = msgspec.structs.replace(known, source=True)
-    complete = len(member.held) == blocks
+    complete = member.is_complete(blocks)
     members[member.node] = msgspec.structs.replace(member, source=complete)
 
 
 def loading(members: Mapping[NodeId, Member], blocks: int) -> bool:
     """Whether some member is not complete yet."""
-    return any(len(m.held) < blocks for m in members.values())
+    return not all(m.is_complete(blocks) for m in members.values())
 
 
 def plan(
@@ -72,12 +82,16 @@ def plan(
 ) -> dict[Stages, float]:
     """The stages that should take new requests, with their capacity in units of a complete node.
 
-    While nothing loads, these are the complete members, each with its speed as capacity. Otherwise
-    the capacities divide what every node can do among the instances that it is a stage of.
+    While nothing loads, these are the complete members, each with its speed as capacity, and the
+    groups. Otherwise the capacities divide what every node can do among the instances that it is a
+    stage of.
     """
     nodes = [m for m in members.values() if not m.draining]
     if not loading(members, rules.blocks):
-        return {_alone(member, rules.blocks): member.speed for member in nodes}
+        alone = (m for m in nodes if m.part is None)
+        return {_alone(member, rules.blocks): member.speed for member in alone} | groups(
+            (i.stages for i in previous), nodes, rules.blocks
+        )
     index = {member.node: i for i, member in enumerate(nodes)}
     planned = rules.strategy(
         Loading(
@@ -123,18 +137,71 @@ def revise(
     spare = _spare(paths, members, blocks)
     result: dict[Stages, Instance] = {}
     for member in members.values():
-        if len(member.held) == blocks:
+        if member.part is None and member.is_complete(blocks):
             stages = _alone(member, blocks)
             capacity = planned.get(stages, spare.get(member.node, member.speed))
             result[stages] = _replica(member, stages, kept.get(stages), capacity)
     for stages, capacity in paths.items():
-        slots = granted(capacity, [_rate(members[stage.node]) for stage in stages])
-        result[stages] = _path(stages, slots, kept.get(stages), capacity, new_id, event)
+        rates = [_rate(members[stage.node]) for stage in stages]
+        group = is_group(stages, members)
+        slots = granted(capacity, rates, group=group)
+        path = _path(stages, slots, kept.get(stages), capacity, new_id, event, group=group)
+        result[stages] = path
     moving = not loading(members, blocks)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
             result[stages] = _retired(instance, moving=moving)
     return tuple(result.values())
+
+
+def is_group(stages: Stages, members: Mapping[NodeId, Member]) -> bool:
+    """Whether each stage is all that its node is to hold."""
+    return all(Part(stage.start, stage.stop) == members[stage.node].part for stage in stages)
+
+
+def groups(
+    previous: Iterable[Stages], members: Iterable[Member], blocks: int
+) -> dict[Stages, float]:
+    """The groups that complete members form, with their capacities. Those that there were stay;
+    else devices of one machine go together, and those that joined first.
+
+    The slowest stage bounds a group: while it runs one token, the other stages run others.
+    """
+    free: dict[Part, list[Member]] = {}
+    for member in members:
+        if member.part is not None and member.is_complete(blocks):
+            free.setdefault(member.part, []).append(member)
+    cut, found = sorted(free), list[tuple[Member, ...]]()
+    if [b for part in cut for b in part.blocks] != list(range(blocks)):
+        return {}
+
+    def take(*chosen: Member) -> None:
+        found.append(chosen)
+        for part, member in zip(cut, chosen, strict=True):
+            free[part].remove(member)
+
+    known = {(m.node, m.address, part): m for part, each in free.items() for m in each}
+    for stages in previous:
+        devices = [known.get((s.node, s.address, Part(s.start, s.stop))) for s in stages]
+        there = [m for m in devices if m is not None and m.part and m in free[m.part]]
+        if len(there) == len(stages) == len(cut):
+            take(*there)
+    while all(free.values()):
+        first = free[cut[0]][0]
+        take(
+            *(next((m for m in free[part] if m.host == first.host), free[part][0]) for part in cut)
+        )
+    return {_stages(group, cut): _group_speed(group, cut, blocks) for group in found}
+
+
+def _stages(group: Iterable[Member], cut: Iterable[Part]) -> Stages:
+    return tuple(
+        Stage(m.node, m.address, part.start, part.stop) for m, part in zip(group, cut, strict=True)
+    )
+
+
+def _group_speed(group: Iterable[Member], cut: Iterable[Part], blocks: int) -> float:
+    return min(m.speed * blocks / part.size for m, part in zip(group, cut, strict=True))
 
 
 def node_slots(
@@ -199,14 +266,17 @@ def _path(
     capacity: float,
     new_id: Callable[[str], str],
     event: EventId | None,
+    *,
+    group: bool,
 ) -> Instance:
     return Instance(
-        id=known.id if known is not None else InstanceId(new_id("path")),
+        id=known.id if known is not None else InstanceId(new_id("group" if group else "path")),
         stages=stages,
         state=InstanceState.SERVING,
         capacity=capacity,
         slots=slots,
         event=known.event if known is not None else event,
+        group=group,
     )
 
 

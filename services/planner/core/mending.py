@@ -175,7 +175,7 @@ class Mending(EventBase):
         case.kept = tuple(t for t in self._to_come() if (t.src, t.dst) not in broken)
         coming = {node: {t.block for t in case.kept if t.dst == node} for node in case.receiving}
         held = self._to_send()
-        lacked = {node: self._every - held[node] - coming[node] for node in case.receiving}
+        lacked = {n: self._wanted_by(n) - held[n] - coming[n] for n in case.receiving}
         self._append(self._ask(THINK_S), case.kept, lacked, held)
 
     def _append(
@@ -211,7 +211,7 @@ class Mending(EventBase):
         repair = commands.Repair(
             ticket=self._ask(THINK_S),
             held=held,
-            targets=case.receiving,
+            targets={node: events.wanted(self.record, node) for node in case.receiving},
             model=self._model,
             links=self._links(),
             reluctant=frozenset(self._trust.distrusted),
@@ -250,6 +250,7 @@ class Mending(EventBase):
             for node, blocks in shares(rates, self._model.block_bytes, there).items():
                 held[node] = held.get(node, frozenset()) | blocks
                 if node in self.record.targets:
+                    blocks &= self._wanted_by(node)
                     self._promoting[node] = self._promoting.get(node, frozenset()) | blocks
 
     def _on_repaired(self, transfers: tuple[Transfer, ...]) -> None:

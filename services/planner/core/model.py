@@ -19,16 +19,17 @@ from services.planner.core.replicas import NEVER, Replicas
 from services.planner.core.rooms import Rooms
 from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed, PathsPlanned
-from shared.errors import BadInput, Conflict
+from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.ids import NodeId
 from shared.messages.decisions import Verdict
-from shared.messages.pool import Holding, ModelRecord, NodeGone, Tier
+from shared.messages.pool import MEMORY, Holding, ModelRecord, NodeGone, Tier
 from shared.messages.scaling import (
     BlockArrived,
     EventRecord,
     FirstPartialToken,
     PullFailed,
 )
+from shared.parts import whole
 from shared.wording import counted
 
 
@@ -42,6 +43,7 @@ class ModelMachine:
         self._rooms = rooms
         self._removed = False
         self.fleet.expects = self._expects
+        self._replicas.choose_cut()
         for node in desk.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_holdings(node, ())
 
@@ -97,9 +99,10 @@ class ModelMachine:
                 self._log("warning", "a member lost blocks", node=node)
                 self._releases.leave(node)
             self._replicas.on_holdings()
-        elif len(held) == self.record.n_blocks and self.standing.fit(node, self._desk.at):
+        elif self._is_whole(node, held) and self.standing.fit(node, self._desk.at):
             self._log("info", "complete copy found", node=node)
-            self.fleet.join(self._desk.cluster.nodes[node], Cause())
+            part = self._desk.cluster.part(node, self.record.model_id)
+            self.fleet.join(self._desk.cluster.nodes[node], Cause(), part)
             self.decide_soon()
 
     def on_block(self, message: BlockArrived, gained: bool) -> float:
@@ -180,8 +183,12 @@ class ModelMachine:
                 self._note_released(released)
 
     def check_fixed(self, count: int | None) -> None:
-        """BadInput if an operator's number of replicas is above the model's own limit; Conflict
-        while a scaling event runs that would have to shrink, or cannot grow now."""
+        """BadInput if an operator's number of replicas is above the model's own limit;
+        CapacityExceeded if not even all nodes together have room for one; Conflict while a scaling
+        event runs that would have to shrink, or cannot grow now."""
+        self._replicas.choose_cut()
+        if count and (why := self._replicas.too_large):
+            raise CapacityExceeded(why)
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
             raise BadInput(
@@ -190,7 +197,7 @@ class ModelMachine:
         event = self.event
         if event is None or event.over:
             return
-        grows = count is not None and count >= len(self.fleet.members) + event.expected
+        grows = count is not None and count >= self._replicas.total
         if not grows or self._desk.at < event.may_grow_at:
             raise Conflict(f"a scaling event of {self.record.name} is running: wait for its end")
 
@@ -205,6 +212,7 @@ class ModelMachine:
 
     def resume(self, begun: EventRecord) -> None:
         """Goes on with an event of an earlier planner, where it is."""
+        self._replicas.choose_cut(begun.parts.values())
         self._replicas.follow(EventMachine(self._desk, self.record, begun, self.standing)).resume()
 
     def _expects(self) -> Expected | None:
@@ -255,9 +263,9 @@ class ModelMachine:
         event.effects.clear()
         for effect in effects:
             match effect:
-                case Joined(info):
+                case Joined(info, part):
                     if info.node not in self.fleet.members:
-                        self.fleet.join(info, self.fleet.cause)
+                        self.fleet.join(info, self.fleet.cause, part)
                     self._rooms.chosen(self.record.model_id)
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)
@@ -298,22 +306,27 @@ class ModelMachine:
     def claim(self) -> Claim:
         """What the model has of the devices' memory, and what it wants."""
         record, cluster, members = self.record, self._desk.cluster, self.fleet.members
-        every, id_ = record.n_blocks, record.model_id
+        id_, devices = record.model_id, max(1, len(self.fleet.cut))
         draining = self.standing.in_state(State.DRAINING)
         leaving = {*self.standing.released, *draining}
         on_host = cluster.holders(id_, [Tier.HOST]).items()
-        asleep = {n for n, held in on_host if len(held) == every and not self._in_event(n)}
-        cached = any(len(held) == every for held in cluster.holders(id_, [Tier.CACHE]).values())
+        asleep = {n for n, held in on_host if self._is_whole(n, held) and not self._in_event(n)}
+        in_memory = cluster.holders(id_, MEMORY).values()
+        together = frozenset[int]().union(*in_memory) >= set(range(record.n_blocks))
         return Claim(
             model=id_,
             name=record.name,
-            nbytes=record.nbytes,
+            nbytes=self._replicas.room,
             priority=record.priority,
-            floor=self._replicas.sizing.floor,
-            wants=self._replicas.sizing.wants,
+            floor=self._replicas.sizing.floor * devices,
+            wants=self._replicas.sizing.wants * devices,
             asked=not cluster.loads.demand(record.name).idle,
             replicas={
-                node: Replica(self.fleet.requests_over(node), m.since, loading=len(m.held) < every)
+                node: Replica(
+                    self.fleet.requests_over(node),
+                    m.since,
+                    loading=not m.is_complete(record.n_blocks),
+                )
                 for node, m in members.items()
                 if not m.draining
             },
@@ -323,9 +336,7 @@ class ModelMachine:
             draining=frozenset(draining),
             frees=frozenset(node for node in leaving if self._frees(node)),
             # An event that runs feeds what is appended to it.
-            in_memory=self.scaling
-            or cached
-            or bool(self.fleet.replicas or draining or asleep.difference(leaving)),
+            in_memory=self.scaling or together,
             on_disk=cluster.whole_on_disk(record),
             attained=self._replicas.usage.attained(self._desk.at),
             cost=self._replicas.usage.chance(self._desk.at) * cluster.load_s(record),
@@ -348,7 +359,10 @@ class ModelMachine:
             return True
         if self._sends(node):
             return True
-        if len(holding.blocks) < self.record.n_blocks:
+        part = holding.part
+        if part not in (None, *self.fleet.cut):
+            return False
+        if len(holding.blocks) < (part.size if part else self.record.n_blocks):
             return False
         if holding.tier is Tier.GPU:  # it serves as soon as its node is no longer avoided
             return True
@@ -363,6 +377,13 @@ class ModelMachine:
     def _held(self, node: NodeId) -> frozenset[int]:
         every = range(self.record.n_blocks)
         return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
+
+    def _is_whole(self, node: NodeId, held: Collection[int]) -> bool:
+        """Whether that is all that the node has room for, and of use together with what others
+        have."""
+        part = self._desk.cluster.part(node, self.record.model_id)
+        wanted = part or whole(self.record.n_blocks)
+        return len(held) == wanted.size and (part is None or part in self.fleet.cut)
 
     def _in_event(self, node: NodeId) -> bool:
         """Whether the running event needs the node, or is about to make it a target."""

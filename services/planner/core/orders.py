@@ -96,6 +96,7 @@ class Orders:
             pulls=pulls,
             promote=tuple(sorted(promoting.get(node, frozenset()) - held)),
             peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
+            part=record.parts.get(node),
             trace=record.trace,
             cause=record.id,
         )

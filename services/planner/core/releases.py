@@ -15,6 +15,7 @@ from shared.errors import StaleEpoch
 from shared.ids import NodeId
 from shared.messages.pool import MEMORY, ModelRecord, Tier
 from shared.messages.scaling import ReleaseModel
+from shared.parts import whole
 
 DRAIN_LIMIT_S = 60.0
 NEVER = float("inf")
@@ -84,10 +85,11 @@ class Releases:
         if self._desk.cluster.leaves(node):
             return None if self._elsewhere(node) else Tier.HOST
         holders = self._desk.cluster.holders(self._record.model_id, MEMORY)
+        wanted = self._blocks(node)
         others = [
             other
             for other, held in holders.items()
-            if other != node and len(held) == self._record.n_blocks and self._stays(other)
+            if other != node and held >= wanted and self._stays(other)
         ]
         asleep = sum(other not in self._fleet.members for other in others)
         if others and asleep >= self.warm:
@@ -97,16 +99,21 @@ class Releases:
         info = self._desk.cluster.nodes.get(node)
         return Tier.CACHE if info is not None and info.host_bytes else None
 
+    def _blocks(self, node: NodeId) -> frozenset[int]:
+        """What the node has room for: all of the model, or its part as one device of a group."""
+        part = self._desk.cluster.part(node, self._record.model_id)
+        return frozenset((part or whole(self._record.n_blocks)).blocks)
+
     def _stays(self, node: NodeId) -> bool:
         """Whether the node's copy stays in memory, as far as is decided."""
         known = self._standing.of(node)
         return known is None or (known.state is not State.DRAINING and known.keep is Tier.HOST)
 
     def _elsewhere(self, node: NodeId) -> bool:
-        """Whether another node that stays has the model whole, in any tier."""
-        cluster = self._desk.cluster
+        """Whether another node that stays has as much of the model, in any tier."""
+        cluster, wanted = self._desk.cluster, self._blocks(node)
         return any(
-            len(held) == self._record.n_blocks
+            held >= wanted
             for tier in Tier
             for other, held in cluster.holders(self._record.model_id, [tier]).items()
             if other != node and not cluster.leaves(other)

@@ -5,13 +5,17 @@ decision is due at once after what may change it, such as a load report with wai
 again when a condition has held for as long as it must (`next_wake`).
 """
 
+from collections import Counter
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from services.planner.core import events
+from services.planner.core.cut import Room, cut, known_cut, lacking, room_for
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Taken
 from services.planner.core.fleet import PACE_PER_MEMBER_S, REPUBLISH_S, Cause, Fleet
+from services.planner.core.growing import Needs
 from services.planner.core.instances import Member
 from services.planner.core.journal import Journal
 from services.planner.core.ledger import expected
@@ -24,8 +28,9 @@ from services.planner.core.usage import Usage
 from shared.ids import EventId, NodeId
 from shared.messages.chronicle import Count
 from shared.messages.decisions import Decided, Verdict
-from shared.messages.pool import ModelRecord, NodeInfo
+from shared.messages.pool import Duty, ModelRecord, NodeInfo
 from shared.messages.scaling import EventState
+from shared.parts import Part, whole
 from shared.wording import counted
 
 RETRY_S = 1.0
@@ -86,8 +91,51 @@ class Replicas:
     @property
     def total(self) -> int:
         """Replicas that serve or are on their way."""
-        members = sum(not m.draining for m in self._fleet.members.values())
-        return members + (self.event.expected if self.event is not None else 0)
+        return self._fleet.count(self._there())
+
+    def _there(self, without: Collection[NodeId] = ()) -> Counter[Part]:
+        """The devices that have each part, or will, but for these nodes."""
+        members = self._fleet.members.values()
+        there = self._fleet.parts(m for m in members if not m.draining and m.node not in without)
+        return there + self.event.expected if self.event is not None else there
+
+    @property
+    def room(self) -> int:
+        """What a device needs, at most."""
+        if len(self._fleet.cut) == 1:
+            return self.record.nbytes
+        sizes = self.record.block_bytes
+        rooms = (room_for(sizes[part.start : part.stop]) for part in self._fleet.cut)
+        return max(rooms, default=self.record.nbytes)
+
+    def choose_cut(self, planned: Iterable[Part] = ()) -> None:
+        """Decides how a model is cut that fits no device. The cut stays while anything of the model
+        is in an arena or on its way there. `planned`: parts that an earlier planner's event
+        loads."""
+        cluster, record = self._desk.cluster, self.record
+        if self.scaling or self._fleet.members or self._standing.released:
+            return
+        arenas = {node: cluster.part(node, record.model_id) for node in self._holders()}
+        parts = {part for part in (*arenas.values(), *planned) if part is not None}
+        known = known_cut(parts, record.n_blocks) if parts else None
+        if known is not None and self._fits(known):
+            self._fleet.cut = known
+        elif record.nbytes <= cluster.largest_arena or arenas:
+            self._fleet.cut = (whole(record.n_blocks),)
+        else:
+            infos = [info for info in cluster.nodes.values() if info.duty is Duty.ALL]
+            sizes = [Room(info.node, info.host, info.arena_bytes) for info in infos]
+            free = [replace(r, nbytes=min(r.nbytes, cluster.free(r.node) or 0)) for r in sizes]
+            bytes_ = record.block_bytes
+            self._fleet.cut = cut(bytes_, free) or cut(bytes_, sizes) or ()
+
+    def _fits(self, parts: Iterable[Part]) -> bool:
+        sizes, largest = self.record.block_bytes, self._desk.cluster.largest_arena
+        return all(sum(sizes[part.start : part.stop]) <= largest for part in parts)
+
+    def _holders(self) -> list[NodeId]:
+        """Nodes with room in their arenas set aside for the model."""
+        return list(self._desk.cluster.with_space(self.record.model_id))
 
     @property
     def _full(self) -> bool:
@@ -155,29 +203,28 @@ class Replicas:
         if self._desk.cluster.loads.blind(at):
             self._decide_by(at + config.tick_s)
             return
-        members = self._fleet.members
-        outgoing = self._outgoing
-        have = len(self._fleet.replicas) - len(outgoing)
-        draining = sum(m.draining for m in members.values())
-        coming = len(members) - have - len(outgoing) - draining
-        if self.event is not None:
-            coming += self.event.expected
+        self.choose_cut()
+        fleet, outgoing = self._fleet, self._outgoing
+        leaving = {info.node for info in outgoing}
+        have = fleet.count(fleet.parts(m for m in fleet.replicas if m.node not in leaving))
+        coming = fleet.count(self._there(leaving)) - have
         wanted = self.sizing.wants
         decision = self.sizing.decide(
             self.record,
             have=have,
             coming=coming,
-            fleet=self._fleet,
+            fleet=fleet,
             event=self.event.record if self.event is not None and coming else None,
         )
         if self.sizing.batch != self._fleet.most_slots:
             self._fleet.limit(self.sizing.batch)
         self._fleet.separate(self.sizing.prefill_share)
         if outgoing:
-            decision = self._with_successors(decision, have + coming, len(outgoing))
+            replaced = fleet.parts(fleet.members[node] for node in leaving)
+            decision = self._with_successors(decision, have + coming, max(replaced.values()))
         self._releases.warm = self.sizing.warm
         asked = not self._desk.cluster.loads.demand(self.record.name).idle
-        self.usage.note(at, len(members), asked=asked, serves=have > 0)
+        self.usage.note(at, len(fleet.members), asked=asked, serves=have > 0)
         if self.sizing.wants < wanted and self._rooms.waiting:
             self._desk.room_freed = True  # what is spare may give way
         if self.sizing.spare_at is not None and at < self.sizing.spare_at:
@@ -190,11 +237,11 @@ class Replicas:
         missing = decision.replicas - have - coming
         if missing > 0:
             self.waits_since_ns = self.waits_since_ns or self._desk.now.wall_ns
-            self._grow(decision, missing)
+            self._grow(decision, have + coming + missing, leaving)
         else:
             self.waits_since_ns, self._no_room = 0, False
         self._fleet.within_s = self.record.ttft_s if self._full else 0.0
-        if decision.replicas < have and not self.scaling:
+        if not self.scaling:
             self._shrink(decision)
         self._hand_over(outgoing, enough=have >= max(decision.replicas, self.sizing.wants))
         self._load_elsewhere()
@@ -202,24 +249,29 @@ class Replicas:
 
     # --- more ---
 
-    def _grow(self, decision: Decision, missing: int) -> None:
+    def _grow(self, decision: Decision, total: int, leaving: Collection[NodeId]) -> None:
+        """`total`: how many replicas there are to be. `leaving`: nodes whose place others take."""
+        there, fleet = self._there(leaving), self._fleet
         for node in self._standing.in_state(State.DRAINING):  # the cheapest capacity there is
+            part = fleet.members[node].part or fleet.cut[0]
             leaves = self._desk.cluster.leaves(node)
-            if missing > 0 and not (leaves or self._rooms.must_leave(node, self.record.model_id)):
+            must = leaves or self._rooms.must_leave(node, self.record.model_id)
+            if there[part] < total and not must:
                 self._standing.stay(node)
-                self._fleet.drain(node, False)
+                fleet.drain(node, False)
                 self._tell(f"needed again: {decision.cause}", node)
                 self.note(Verdict.MORE, decision.replicas, decision.cause, node)
-                missing -= 1
+                there[part] += 1
         at = self._desk.at
-        if missing == 0:
+        needs = lacking(fleet.cut, there, total)
+        if fleet.cut and not needs:
             return
         if self.event is not None and not self.event.over:
-            self._append(self.event, decision, missing)
+            self._append(self.event, decision, needs)
         elif at < self._retry_at:
             self._decide_by(self._retry_at)
-        elif not self._standing.waits(at) and self._has_room(missing):
-            self._begin(decision, missing)
+        elif not self._standing.waits(at) and self._has_room(needs):
+            self._begin(decision, needs)
 
     @property
     def _outgoing(self) -> list[NodeInfo]:
@@ -266,13 +318,13 @@ class Replicas:
             else:
                 self.end(node, Verdict.FEWER, why)
 
-    def _append(self, event: EventMachine, decision: Decision, missing: int) -> None:
+    def _append(self, event: EventMachine, decision: Decision, needs: Needs) -> None:
         """Lets the running event grow, unless it cannot now."""
         if self._desk.at < event.may_grow_at < NEVER:
             self._decide_by(event.may_grow_at)
-        elif self._desk.at >= event.may_grow_at and self._has_room(missing):
+        elif self._desk.at >= event.may_grow_at and self._has_room(needs):
             self.note(Verdict.MORE, decision.replicas, decision.cause, event=event.record.id)
-            event.grow(missing, self._not_here(), decision.cause)
+            event.grow(needs, self._not_here(), decision.cause)
 
     def _not_here(self) -> tuple[NodeId, ...]:
         """The nodes that are no targets for a further replica."""
@@ -280,16 +332,22 @@ class Replicas:
         avoided = sorted(self._standing.avoided(self._desk.at) | taken)
         return tuple(dict.fromkeys((*self._fleet.members, *self._standing.released, *avoided)))
 
-    def _has_room(self, missing: int) -> bool:
+    def _has_room(self, needs: Needs) -> bool:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
-        room = self._rooms.ask(self.record.model_id, missing)
-        self._no_room = not (room.free or room.made or room.busy)
-        if room.free:
-            self._waits_because = ""
-            return True
-        coming = len(room.made) + room.busy
-        why = f"room for {coming} is being made" if coming else room.why_not
+        if not needs:
+            self._no_room, missing, why = True, 1, self.too_large
+        else:
+            missing = len(needs)
+            room = self._rooms.ask(self.record.model_id, sum(map(len, needs)))
+            self._no_room = not (room.free or room.made or room.busy)
+            if len(room.free) >= len(needs[0]):
+                self._waits_because = ""
+                return True
+            coming = len(room.made) + room.busy
+            why = f"room for {coming} is being made" if coming else room.why_not
+            if len(needs[0]) > 1:
+                why = f"{counted(len(needs[0]), 'device')} with {self.room} bytes: {why}"
         if why != self._waits_because:
             self._waits_because = why
             self._tell(f"waits for memory for {counted(missing, 'replica')}: {why}")
@@ -297,7 +355,19 @@ class Replicas:
             self._log("info", "waits for memory", replicas=missing, why=why)
         return False
 
-    def _begin(self, decision: Decision, missing: int) -> None:
+    @property
+    def too_large(self) -> str:
+        """Why the model has no room anywhere, in numbers; empty: it has."""
+        if self._fleet.cut:
+            return ""
+        arenas = [info.arena_bytes for info in self._desk.cluster.nodes.values()]
+        return (
+            f"it takes {self.record.nbytes} bytes in blocks of up to "
+            f"{max(self.record.block_bytes)}, and the arenas of all {counted(len(arenas), 'node')} "
+            f"together have {sum(arenas)}, the largest {max(arenas, default=0)}"
+        )
+
+    def _begin(self, decision: Decision, needs: Needs) -> None:
         now, settings = self._desk.now, self._desk.settings
         detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
         before = self.event.record.history[-1][1] if self.event is not None else 0
@@ -316,7 +386,7 @@ class Replicas:
             ),
             trace=settings.new_trace(),
         )
-        self._tell(f"begins {record.id} for {missing} more replicas", record.id)
+        self._tell(f"begins {record.id} for {_in_words(needs)}", record.id)
         self.note(Verdict.MORE, decision.replicas, decision.cause, event=record.id)
         self._desk.span("detect", record.trace, since_ns=detected_ns)
         self._desk.span(
@@ -325,7 +395,7 @@ class Replicas:
             attributes={"cause": decision.cause, "replicas": decision.replicas},
         )
         self.follow(EventMachine(self._desk, self.record, record, self._standing)).start(
-            missing, self._not_here()
+            needs, self._not_here()
         )
 
     def follow(self, event: EventMachine) -> EventMachine:
@@ -337,16 +407,20 @@ class Replicas:
     # --- less ---
 
     def _shrink(self, decision: Decision) -> None:
-        """Drains the emptiest replicas; among equals those that joined last."""
+        """Drains the emptiest replicas; among equals those that joined last. Of a group all devices
+        go."""
 
         def load(member: Member) -> int:
             return self._fleet.requests_over(member.node)
 
-        replicas = reversed(self._fleet.replicas)
-        stay = [m for m in replicas if not self._desk.cluster.leaves(m.node)]
-        for victim in sorted(stay, key=load)[: len(stay) - decision.replicas]:
-            self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
-            self.drain(victim.node, f"drains: {decision.cause}")
+        stay: dict[Part | None, list[Member]] = {}
+        for member in reversed(self._fleet.replicas):
+            if not self._desk.cluster.leaves(member.node):
+                stay.setdefault(member.part, []).append(member)
+        for alike in stay.values():
+            for victim in sorted(alike, key=load)[: max(0, len(alike) - decision.replicas)]:
+                self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
+                self.drain(victim.node, f"drains: {decision.cause}")
 
     def drain(self, node: NodeId, why: str) -> None:
         self._tell(why, node)
@@ -403,3 +477,11 @@ class Replicas:
             self.event.validate()
             assert not self.event.effects
             assert self.event.over == self._ended
+
+
+def _in_words(needs: Needs) -> str:
+    parts = [part for group in needs for part in group]
+    text = counted(len(needs), "more replica")
+    if max(map(len, needs)) == 1 and len(set(parts)) == 1:
+        return text
+    return f"{text}, on {counted(len(parts), 'device')}: {', '.join(map(str, parts))}"

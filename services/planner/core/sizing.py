@@ -79,7 +79,7 @@ class Sizing:
         """See `scaling.decide`. `event`: what is coming, if anything is."""
         demand = self._desk.cluster.loads.demand(record.name)
         supply = self._supply(record, coming, fleet, event)
-        policy = self._policy(record, fleet.speed, supply)
+        policy = self._policy(record, fleet, supply)
         self.most = policy.max_instances if policy.fixed is None else policy.fixed
         demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
         if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(demand, policy)):
@@ -117,7 +117,7 @@ class Sizing:
     ) -> Supply:
         """What serves, and when more would."""
         carried = sum(i.capacity for i in fleet.instances if i.state is InstanceState.SERVING)
-        horizon_s, coming_s = self._load_s(record), 0.0
+        horizon_s, coming_s = self._load_s(record, fleet), 0.0
         if event is not None:
             over_s = event.predicted.all_complete_s
             # An event of an earlier planner was decided by another clock, which may be ahead.
@@ -125,14 +125,14 @@ class Sizing:
             coming_s = max(0.0, (horizon_s if over_s is None else over_s) - since_s)
         return Supply(carried, coming, coming_s, max(horizon_s, coming_s))
 
-    def _load_s(self, record: ModelRecord) -> float:
+    def _load_s(self, record: ModelRecord, fleet: Fleet) -> float:
         """About how many seconds a replica takes from the decision on: a copy over a link if one
-        is in memory, or else from a disk."""
+        is in memory (the devices of a group get their parts side by side), or else from a disk."""
         cluster, settings = self._desk.cluster, self._desk.settings
         fastest = cluster.fastest_sender(record.model_id)
         if fastest is None:
             return START_S + cluster.load_s(record)
-        rate = fastest or settings.link_bytes_per_s
+        rate = (fastest or settings.link_bytes_per_s) * max(1, len(fleet.cut))
         return START_S + record.nbytes / rate if rate else settings.horizon_s
 
     def _arrivals(
@@ -167,7 +167,10 @@ class Sizing:
         elif not found / ABOUT <= self.batch <= found * ABOUT:
             self.batch = found
 
-    def _policy(self, record: ModelRecord, speed: float, supply: Supply) -> Policy:
+    def _policy(self, record: ModelRecord, fleet: Fleet, supply: Supply) -> Policy:
+        """A group of g devices runs g times as many sequences, since each runs some while the
+        others run others. So it prefills g times as fast; but a token takes its time."""
+        speed, devices = fleet.speed, max(1, len(fleet.cut))
         cluster, settings = self._desk.cluster, self._desk.settings
         nodes = len(cluster.nodes)
         self.floor, self.warm = self._kept(record, supply.horizon_s)
@@ -175,12 +178,13 @@ class Sizing:
         scheduled = f"the schedule keeps {floor} replicas" if record.schedule else ""
         return Policy(
             min_instances=floor,
-            max_instances=min(record.max_instances or nodes, nodes),
-            slots=cluster.slots,
+            max_instances=min(record.max_instances or nodes, nodes // devices),
+            slots=cluster.slots * devices,
             kv_tokens=cluster.measured.kv_tokens(record.model_id),
             queue_per_instance=settings.queue_per_instance,
             prefill_wait_s=settings.prefill_wait_s,
-            prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id) / speed,
+            prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id)
+            / (speed * devices),
             scale_up_hold_s=settings.scale_up_hold_s,
             horizon_s=settings.horizon_s,
             fill=settings.fill,

@@ -27,11 +27,12 @@ lie in one rack, the last chosen node that holds nothing in memory gives its pla
 of another rack. Two racks are enough, and cost one crossing of a trunk.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from shared.messages.pool import MEMORY, NodeInfo, Source, Tier
+from shared.parts import Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class Candidate:
     """Free bytes of its arena."""
     own: bool = False
     """Whether it is reserved for this event already."""
+    has_space: bool = False
+    """Whether its arena has room set aside for the model, or for `part` of it, or may have."""
+    part: Part | None = None
+    """The part for which it has, or is to have, room. None: all."""
     in_memory: int = 0
     on_device: int = 0
     on_disk: int = 0
@@ -122,6 +127,53 @@ def choose(
     if spread is not None and loser is not None:
         chosen = sorted([*(c for c in chosen if c is not loser), spread], key=rank)
     return tuple(Target(c.info, _reason(c, blocks, rack if c is spread else "")) for c in chosen)
+
+
+def choose_groups(
+    candidates: Iterable[Candidate],
+    groups: Sequence[Sequence[Part]],
+    size: Callable[[Part], int],
+    blocks: int,
+    serving_hosts: Collection[str],
+) -> tuple[tuple[Target, Part], ...]:
+    """Targets for groups of devices, each in the order of its parts; groups that have no room as a
+    whole are left out. `size`: the room that a part takes. `serving_hosts`: the machines on which
+    the model is open already: a device that is lost is replaced on one of these if possible.
+
+    A group lies on one machine if there is one with room. Of several, the one is taken whose
+    devices come first in the order of all.
+    """
+    order = sorted(candidates, key=lambda c: (not c.own, rank(c)))
+    chosen: list[tuple[Target, Part]] = []
+    for parts in groups:
+        mends = sum(part.size for part in parts) < blocks
+        machines = dict.fromkeys(c.info.host or c.info.node for c in order)
+        first = sorted(machines, key=lambda host: mends and host not in serving_hosts)
+        places = [[c for c in order if (c.info.host or c.info.node) == host] for host in first]
+        taken = next(filter(None, (_place(parts, size, each) for each in (*places, order))), None)
+        if taken is not None:
+            order = [c for c in order if c not in taken]
+            chosen += [
+                (Target(c.info, f"{_reason(c, blocks)}, for {part}"), part)
+                for c, part in zip(taken, parts, strict=True)
+            ]
+    return tuple(chosen)
+
+
+def _place(
+    parts: Sequence[Part], size: Callable[[Part], int], candidates: Iterable[Candidate]
+) -> list[Candidate] | None:
+    """A device for each part, the largest parts first; None: there are not enough."""
+    left, found = list(candidates), dict[Part, Candidate]()
+    for part in sorted(parts, key=lambda part: (-size(part), part)):
+        own = (c for c in left if c.has_space and c.part == part)
+        free = (c for c in left if not c.has_space and c.free >= size(part))
+        device = next(own, None) or next(free, None)
+        if device is None:
+            return None
+        left.remove(device)
+        found[part] = device
+    return [found[part] for part in parts]
 
 
 def _reason(candidate: Candidate, blocks: int, not_rack: str = "") -> str:

@@ -26,7 +26,7 @@ from services.registry.core.kept import (
 )
 from services.registry.core.leases import Change, Leases
 from services.registry.core.pages import nodes_of, page_of
-from services.registry.core.placement import Target, choose, sender_rank
+from services.registry.core.placement import Target, choose, choose_groups, sender_rank
 from services.registry.core.replication import Copies
 from services.registry.core.reservations import Reservation, Reservations
 from services.registry.core.survey import Survey
@@ -51,6 +51,7 @@ from shared.messages.pool import (
     Tier,
     Unreserve,
 )
+from shared.parts import Part
 from shared.story import Story
 
 
@@ -339,14 +340,19 @@ class Pool:
             )
         self.reservations.check_model(request.event, request.model_id)
         survey = self._survey(request.model_id, request.event)
-        chosen = choose(
-            survey.candidates(request.nbytes, frozenset(request.exclude)),
-            request.count,
-            survey.record.n_blocks,
-            survey.serving_racks(),
-        )
+        exclude, blocks = frozenset(request.exclude), survey.record.n_blocks
+        chosen: Sequence[tuple[Target, Part | None]]
+        if request.groups:
+            self._check_groups(request, blocks)
+            parts = (part for group in request.groups for part in group)
+            room = survey.candidates(min(map(survey.room, parts)), exclude)
+            hosts = survey.serving_hosts()
+            chosen = choose_groups(room, request.groups, survey.room, blocks, hosts)
+        else:
+            room, racks = survey.candidates(request.nbytes, exclude), survey.serving_racks()
+            chosen = [(target, None) for target in choose(room, request.count, blocks, racks)]
         effects: list[Effect] = []
-        for target in chosen:
+        for target, part in chosen:
             info = target.info
             if self.reservations.of(info.node) is None:
                 made = Reservation(
@@ -354,11 +360,17 @@ class Pool:
                     generation=info.generation,
                     event=request.event,
                     model_id=request.model_id,
+                    part=part,
                 )
                 self.reservations.add(made)
-                self._tell(made, "reserved", made.event)
+                self._tell(made, f"reserved for {part}" if part else "reserved", made.event)
                 effects.append(ReservationMade(made))
-        return chosen, effects
+        return tuple(target for target, _ in chosen), effects
+
+    def _check_groups(self, request: Reserve, blocks: int) -> None:
+        for part in (part for group in request.groups for part in group):
+            if not 0 <= part.start < part.stop <= blocks:
+                raise BadInput(f"reserve for event {request.event}: the model has no {part}")
 
     def _survey(self, model_id: ModelId, event: EventId | None) -> Survey:
         record = self.catalog.identified(model_id)

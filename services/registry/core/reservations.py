@@ -9,6 +9,7 @@ import msgspec
 
 from shared.errors import Conflict
 from shared.ids import EventId, Generation, ModelId, NodeId
+from shared.parts import Part
 
 
 class Reservation(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,6 +17,8 @@ class Reservation(msgspec.Struct, frozen=True, kw_only=True):
     generation: Generation
     event: EventId
     model_id: ModelId
+    part: Part | None = None
+    """The blocks that the node is to hold, as one device of a group. None: all."""
 
 
 class Reservations:

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterator
 from services.registry.core.holdings import Blocks, Holdings
 from services.registry.core.leases import Leases
 from services.registry.core.placement import Candidate, Sender
-from services.registry.core.reservations import Reservations
+from services.registry.core.reservations import Reservation, Reservations
 from shared.ids import EventId, ModelId, NodeId
 from shared.messages.pool import (
     ARENA,
@@ -18,8 +18,11 @@ from shared.messages.pool import (
     Source,
     Tier,
 )
+from shared.parts import Part
 
 _EMPTY: frozenset[int] = frozenset()
+PAGE = 4096
+"""Bytes that a block may take beside its own: large blocks begin at pages."""
 
 
 class Survey:
@@ -58,6 +61,7 @@ class Survey:
 
     def candidates(self, nbytes: int, exclude: Collection[NodeId]) -> Iterator[Candidate]:
         """Usable nodes that have reported, are fit, have room, and belong to no other event.
+        `nbytes`: the least room that is of use.
 
         A node that has space for the model in its arena needs no more: space is taken whole before
         the first block, and a copy that sleeps in the arena keeps it.
@@ -72,14 +76,28 @@ class Survey:
             # The event that has the node may have filled it already.
             has_space = held is not None or bool(self._blocks(info).keys() & set(ARENA))
             if status is not None and (has_space or status.arena_free >= nbytes):
-                yield self._candidate(info, status, held is not None)
+                yield self._candidate(info, status, held)
+
+    def room(self, part: Part) -> int:
+        """The bytes of an arena that a part takes, at most."""
+        return sum(size + PAGE for size in self.record.block_bytes[part.start : part.stop])
+
+    def serving_hosts(self) -> set[str]:
+        """The machines on which the model is open on some device."""
+        return {info.host for info in self._holders() if Tier.GPU in self._blocks(info)}
 
     def serving_racks(self) -> set[str]:
         """The racks in which the model is open on some device."""
         return {info.rack for info in self._holders() if Tier.GPU in self._blocks(info)}
 
-    def _candidate(self, info: NodeInfo, status: NodeStatus, own: bool) -> Candidate:
+    def _candidate(self, info: NodeInfo, status: NodeStatus, held: Reservation | None) -> Candidate:
+        """`held`: what reserves it for the event that asks."""
         blocks = self._blocks(info)
+        spaces = (
+            h.part
+            for h in status.holdings
+            if h.model_id == self.record.model_id and h.tier in ARENA
+        )
         others = [
             tiers.keys()
             for model, tiers in self._holdings.in_memory(info).items()
@@ -89,7 +107,9 @@ class Survey:
         return Candidate(
             info=info,
             free=status.arena_free,
-            own=own,
+            own=held is not None,
+            part=held.part if held is not None else next(spaces, None),
+            has_space=held is not None or bool(blocks.keys() & set(ARENA)),
             in_memory=len(_memory(blocks) & self._every),
             on_device=len(blocks.get(Tier.GPU, _EMPTY) & self._every),
             on_disk=len(blocks.get(Tier.DISK, _EMPTY) & self._every),

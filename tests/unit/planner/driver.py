@@ -12,7 +12,8 @@ from services.planner.core.archive import Archive
 from services.planner.core.commands import Command, Publish, Question
 from services.planner.core.desk import Settings
 from services.planner.core.orders import WAVE_S
-from services.planner.core.placement import append_transfers, plan_transfers, repair_transfers
+from services.planner.core.part_plans import plan_parts, repair_parts
+from services.planner.core.placement import append_transfers
 from services.planner.core.planner import Planner
 from services.planner.core.rhythm import History
 from services.planner.core.serving.strategies import SERVING
@@ -341,7 +342,7 @@ def thought(question: commands.Compute) -> Answer:
     """The answer of a thread."""
     match question:
         case commands.MakePlan():
-            plan = plan_transfers(
+            plan = plan_parts(
                 question.roles,
                 question.held,
                 question.model,
@@ -353,7 +354,7 @@ def thought(question: commands.Compute) -> Answer:
             return Planned(question.ticket, plan)
         case commands.Repair():
             try:
-                transfers = repair_transfers(
+                transfers = repair_parts(
                     question.held,
                     question.targets,
                     question.model,

@@ -306,7 +306,7 @@ async def test_a_plan_that_raises_fails_its_event_and_the_next_one_is_made(
         raise error.with_traceback(None)
 
     with monkeypatch.context() as patched:
-        for name in ("plan_transfers", "repair_transfers"):
+        for name in ("plan_parts", "repair_parts"):
             patched.setattr(shell, name, raising)
         await cluster.scale(2)
         failed = await cluster.until_event(EventState.FAILED)
