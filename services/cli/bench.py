@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from services.cli.arguments import amount, amount_or_zero, count, counts
@@ -336,6 +337,8 @@ def _add_chaos(benches: "argparse._SubParsersAction[Any]") -> None:
 
 def run_chaos(args: argparse.Namespace) -> int:
     """1 if anything was lost, hung or wrong, or the cluster did not get well."""
+    if find_spec("transformers") is None:
+        raise BadInput("answers are compared with those of transformers: install that beside this")
     from benchmarks.chaos import bench, results  # torch: a second or two
 
     settings = bench.Settings(

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from shared.errors import BadInput
+
 ROOT = Path(__file__).parents[2]
 FAST = (
     "tests/property",
@@ -41,9 +43,10 @@ MOST_WORKERS = 8
 
 
 def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
+    shown: dict[str, Any] = {"help": "check formatting, lint and types, and run the test suite"}
     parser = commands.add_parser(
         "test",
-        help="check formatting, lint and types, and run the test suite",
+        **(shown if _in_a_checkout() else {}),  # what has no help is not listed
         description="Checks formatting, lint and types, and runs the whole test suite beside them, "
         "in several processes. With PATHs (of tests; PATH::NAME, too) it runs those tests in one "
         "process, and checks them and the package that they are named after. All other arguments "
@@ -60,6 +63,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the checks beside the tests. Format and lint take a second and are reported first."""
+    if not _in_a_checkout():
+        raise BadInput(
+            "an installed package has no tests: "
+            "run `./lambdascale test` in a clone of its repository"
+        )
     paths = _paths(args.rest)
     checked = [str(path) for path in _checked(paths)]
     failed = [
@@ -89,6 +97,10 @@ def run(args: argparse.Namespace) -> int:
     if failed:
         sys.stderr.write(f"lambdascale: failed: {', '.join(failed)}\n")
     return 1 if failed else 0
+
+
+def _in_a_checkout() -> bool:
+    return (ROOT / "tests").is_dir()
 
 
 def _pass_alone() -> list[str]:

@@ -84,6 +84,7 @@ def test_what_failed_first_and_passed_alone_is_named_at_the_end(
     (tmp_path / "pytest.ini").write_text(
         "[pytest]\nasyncio_default_fixture_loop_scope = function\n"
     )
+    (tmp_path / "tests").mkdir()
     (tmp_path / "test_once.py").write_text(ONCE)
     monkeypatch.setattr(self_test, "ROOT", tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
