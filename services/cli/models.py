@@ -3,11 +3,12 @@
 import argparse
 import asyncio
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from services.cli import model_set
+from services.cli import hub, model_set
 from services.cli.client import (
     absolute,
     add_cluster_options,
@@ -23,7 +24,7 @@ from services.local.publishing import publish
 from shared import subjects
 from shared.bus.base import Bus
 from shared.errors import BadInput, BusError
-from shared.ids import ModelName
+from shared.ids import ModelName, check_model_name
 from shared.messages import Ok
 from shared.messages.pool import ModelRemove, Models, ModelsQuery
 from shared.messages.scaling import (
@@ -43,18 +44,24 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     actions = model.add_subparsers(metavar="ACTION", required=True)
     add = actions.add_parser(
         "add",
-        help="publish a Hugging Face checkpoint directory",
+        help="publish a Hugging Face checkpoint: a directory, or a model of the Hub",
         description="Has a node import a Hugging Face checkpoint, publishes the model, and waits "
         "until an instance serves it if it keeps any (--min-instances). If not, the first "
-        "request loads it.",
+        "request loads it. A model of the Hub is fetched to this machine first, where the node "
+        "has to be: only what is needed of it, with every file's digest checked. Call it again to "
+        "go on after a break. HF_TOKEN says who asks (for gated and private models), HF_ENDPOINT "
+        "where the Hub is.",
     )
     add.add_argument(
         "path",
-        type=absolute,
-        metavar="PATH",
-        help="directory on the machine of the node that imports it",
+        metavar=hub.FORMS,
+        help="directory on the machine of the node that imports it, or a model of the Hub; "
+        "@REVISION behind its name means a branch, a tag or a commit",
     )
-    add.add_argument("--name", help="the model's name in requests (default: the directory's)")
+    hub.add_cache_option(add)
+    add.add_argument(
+        "--name", help="the model's name in requests (default: the directory's, or the Hub's)"
+    )
     add.add_argument("--node", help="the node that imports it (default: the first node)")
     add.add_argument(
         "--base",
@@ -67,7 +74,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     )
     add.add_argument("--min-instances", type=int, default=0, metavar="N", help=KEPT)
     add.add_argument("--max-instances", type=int, default=0, metavar="N", help=MOST)
-    add.set_defaults(run=lambda args: asyncio.run(_add(args)))
+    add.set_defaults(run=_add)
     change = model_set.add_parser(actions)
     listing = actions.add_parser(
         "ls",
@@ -122,19 +129,31 @@ def _instances(text: str) -> int | None:
     return int(text)
 
 
-async def _add(args: argparse.Namespace) -> int:
+def _add(args: argparse.Namespace) -> int:
     if min(args.blocks, args.min_instances, args.max_instances) < 0:
         raise BadInput("--blocks, --min-instances and --max-instances must not be negative")
     if 0 < args.max_instances < args.min_instances:
         raise BadInput(f"--max-instances {args.max_instances} is less than --min-instances")
     if args.base and (args.blocks or args.min_instances or args.max_instances):
         raise BadInput("an adapter has no blocks and no instances of its own: set its base's")
+    name = check_model_name(args.name or hub.name_of(args.path))
+    if hub.is_on_hub(args.path):
+        asyncio.run(_reach(args))  # nothing is fetched for a cluster that is not there
+    return asyncio.run(_publish(args, name, hub.local(args.path, args.cache)))
+
+
+async def _reach(args: argparse.Namespace) -> None:
+    async with connect(args):
+        pass
+
+
+async def _publish(args: argparse.Namespace, name: ModelName, path: Path) -> int:
     async with connect(args) as bus:
         record = await publish(
             bus,
             ImportModel(
-                path=str(args.path),
-                name=ModelName(args.name or args.path.name),
+                path=str(path),
+                name=name,
                 blocks=args.blocks,
                 min_instances=args.min_instances,
                 max_instances=args.max_instances,

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from services.cli import hub
 from services.cli.client import (
     DEFAULT_DATA,
     absolute,
@@ -27,7 +28,7 @@ from services.local.supervision import Supervisor
 from shared.bus.nats import NatsBus
 from shared.config import load
 from shared.errors import BadInput, Conflict
-from shared.ids import ModelName, check_model_name
+from shared.ids import check_model_name
 from shared.messages.scaling import ImportModel
 
 DEMO_MODEL = Path(DEFAULT_OUT) / "model"
@@ -65,7 +66,10 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         help="how many nats-servers; three keep three copies of the cluster's state, and any one "
         "of them may die (default: %(default)s)",
     )  # fmt: skip
-    up.add_argument("--model", type=absolute, metavar="PATH", help="publish this checkpoint")
+    up.add_argument(
+        "--model", metavar=hub.FORMS, help="publish this checkpoint, as `model add` does"
+    )
+    hub.add_cache_option(up)
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
     up.add_argument("--port", type=int, metavar="N", help=port)
@@ -107,12 +111,14 @@ def run_up(args: argparse.Namespace) -> int:
     if args.name is not None and args.model is None:
         raise BadInput("--name names the model of --model PATH, which is missing")
     if args.model is not None:
-        check_model_name(args.name or args.model.name)
-        if not (args.model / "config.json").is_file():
-            raise BadInput(f"--model {args.model}: not a checkpoint directory (no config.json)")
+        args.name = check_model_name(args.name or hub.name_of(args.model))
     config = load(args.config).gateway
     processes.check_free(args.data)
     check_port(config.host, config.port if args.port is None else args.port)
+    if args.model is not None:
+        args.model = hub.local(args.model, args.cache)
+        if not (args.model / "config.json").is_file():
+            raise BadInput(f"--model {args.model}: not a checkpoint directory (no config.json)")
     if not args.detach:
         return asyncio.run(_up(args, lambda: say("Ctrl-C ends it"), say))
     log = processes.log_of(args.data, "up").absolute()
@@ -183,11 +189,10 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
     url = cluster.state.gateway_url
     say(f"ready: {', '.join(cluster.state.gateway_urls)} (data in {args.data})")
     if args.model is not None:
-        name = ModelName(args.name or args.model.name)
         async with NatsBus(bus_config(cluster.state), "cli") as bus:
-            await publish(bus, ImportModel(path=str(args.model), name=name), say=say)
+            await publish(bus, ImportModel(path=str(args.model), name=args.name), say=say)
         key = '-H "Authorization: Bearer $KEY" ' if load(args.config).gateway.api_keys else ""
-        body = f'{{"model": "{name}", "prompt": "Hello", "max_tokens": 16}}'
+        body = f'{{"model": "{args.name}", "prompt": "Hello", "max_tokens": 16}}'
         say(
             f"try it:\n  curl {url}/v1/completions {key}-H 'Content-Type: application/json' "
             f"-d '{body}'"

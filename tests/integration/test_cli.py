@@ -15,6 +15,7 @@ from services.local import processes
 from services.local.demo_model import make_checkpoint
 from tests.support import commands
 from tests.support.commands import Ran
+from tests.support.hub import serving
 from tests.support.models import TINY
 
 KEY = "sk-of-the-test"
@@ -73,6 +74,7 @@ async def test_from_up_to_down(directory: Path) -> None:
     await check_models(run, url)
     await check_scaling_by_hand(run, url)
     await check_scaling(run)
+    await check_hub(run, directory)
     await check_end(run, directory)
 
 
@@ -231,6 +233,19 @@ async def check_trace(run: Callable[..., Any], event: str, n_blocks: int) -> Non
     tree = (await run("trace", "last")).out.splitlines()
     assert tree[0].startswith("scale_event")
     assert len(tree) >= len(names)
+
+
+async def check_hub(run: Callable[..., Any], directory: Path) -> None:
+    checkpoint = {path.name: path.read_bytes() for path in (directory / "tiny").iterdir()}
+    with pytest.MonkeyPatch.context() as environment, serving(checkpoint) as hub:
+        environment.setenv("HF_ENDPOINT", hub.url)
+        cache = directory / "cache"
+        added = await run("model", "add", "hf:owner/tiny", "--name", "fetched", "--cache", cache)
+    assert added.code == 0, added.err
+    assert "fetching owner/tiny" in added.err
+    assert "published fetched" in added.err
+    assert sorted(path.name for path in cache.rglob("*") if path.is_file()) == sorted(checkpoint)
+    assert (await run("model", "rm", "fetched")).code == 0
 
 
 async def check_end(run: Callable[..., Any], directory: Path) -> None:
