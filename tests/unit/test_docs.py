@@ -22,7 +22,7 @@ DOCS = [
 ]
 PACKAGES = ("services", "shared", "simulation", "benchmarks", "tests")
 FOLDERS = (*PACKAGES, "docs", "deploy")
-SUFFIXES = (".py", ".md", ".c", ".h", ".png", ".example")
+SUFFIXES = (".py", ".md", ".c", ".h", ".png", ".svg", ".example")
 SECTIONS = msgspec.structs.fields(Config)
 
 every_document = pytest.mark.parametrize("path", DOCS, ids=lambda p: p.name)
@@ -126,6 +126,14 @@ def test_named_settings_exist(path: Path) -> None:
             if section in sections and key not in ("env", "py"):  # files: planner.env, bus.py
                 keys = {field.name for field in msgspec.structs.fields(sections[section])}
                 assert key in keys, text
+
+
+def test_every_section_of_the_results_can_be_reproduced() -> None:
+    results = ROOT / "benchmarks" / "RESULTS.md"
+    reproduced = (ROOT / "docs" / "reproduce.md").read_text()
+    sections = re.findall(r"^## (.+)$", results.read_text(), flags=re.MULTILINE)
+    anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in sections]
+    assert [name for name in anchors if f"RESULTS.md#{name})" not in reproduced] == []
 
 
 def commands(path: Path) -> Iterator[list[str]]:
