@@ -234,7 +234,7 @@ class NodeParts:
         """Returns None: the modelled worker has its own device."""
 
     def worker(
-        self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
+        self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
     ) -> ModelledWorker:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(

@@ -162,9 +162,9 @@ class Parts(Protocol):
         """For an engine that does not compute in host memory. `memory`: the arena."""
 
     def worker(
-        self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
+        self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
     ) -> AnyWorker:
-        """`shelf`: for what the engine makes of blocks."""
+        """`memory`: the arena. `shelf`: for what the engine makes of blocks."""
 
     def data_plane(
         self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener

@@ -6,6 +6,7 @@ from pathlib import Path
 from services.node.checkpoints.store import Store
 from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine, torch_device
+from services.node.engine.ranks import Ranks
 from services.node.execution.worker import Worker
 from services.node.memory.device import DeviceArena
 from services.node.memory.landing import Landing
@@ -39,8 +40,18 @@ class RealParts:
         device = torch_device(self._config.device)
         return None if device.type == "cpu" else DeviceArena(memory, device)
 
-    def worker(self, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener) -> Worker:
+    def worker(
+        self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
+    ) -> Worker:
         config = self._config
+        ranks = None
+        if config.tensor_parallel > 1:
+            if device is not None:
+                raise ConfigError(
+                    f"node.tensor_parallel is {config.tensor_parallel}, and on {config.device} it "
+                    f"can only be 1"
+                )
+            ranks = Ranks(config.tensor_parallel, memory)
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -51,6 +62,7 @@ class RealParts:
                 cpu_weights=config.cpu_weights,
                 shelf=shelf,
                 kept_bytes=config.arena_bytes,
+                ranks=ranks,
             ),
             device=device,
             slots=config.slots,
@@ -61,6 +73,7 @@ class RealParts:
             ran=listener.ran,
             kv_mover=lambda: listener.kv,
             worth=listener.worth,
+            broken=lambda: ranks.broken if ranks else "",
         )
 
     def data_plane(

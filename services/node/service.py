@@ -233,8 +233,11 @@ class NodeService(Service):
         return self.spawn(work, name=name, contained=True)
 
     async def _start_threads(self, memories: Sequence[Memory], device: DeviceArena | None) -> None:
+        """`memories`: the arena first."""
         threads = self._threads = Threads(self, self.contain)
-        self._worker = threads.worker = self._parts.worker(device, self._shelf, threads)
+        self._worker = threads.worker = self._parts.worker(
+            memories[0], device, self._shelf, threads
+        )
         self._owners = Owners(self.node, self._bus, self._worker.cancel, self.log)
         self._data = threads.data = self._parts.data_plane(memories, device, threads)
         self._peers = Peers(

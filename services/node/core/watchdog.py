@@ -29,6 +29,8 @@ class Pulse:
     """The longest piece so far."""
     failed_in_a_row: int = 0
     """How often it failed since it last ran a sweep."""
+    broken: str = ""
+    """Why it can run nothing any more; empty: it can."""
 
 
 class Watchdog:
@@ -44,6 +46,8 @@ class Watchdog:
         before, self._looked_at = self._looked_at, now
         if before is None or now - before > 4 * LOOK_S:
             self._awake_since = now
+        if pulse.broken:
+            return pulse.broken
         if pulse.failed_in_a_row >= FAILURES:
             return f"its engine has failed {pulse.failed_in_a_row} times in a row: see its log"
         if pulse.busy_s is None or not self._patience_s:

@@ -232,14 +232,20 @@ class Adapted:
                 yield low, rows
 
 
-def adapted(adapters: Mapping[ModelId, Adapter], spans: Sequence[Span]) -> Adapted | None:
-    """None: no row has an adapter. All that are named are there."""
+def named(spans: Sequence[Span]) -> tuple[list[ModelId], list[int]]:
+    """(the adapters of a step's rows, for each row the number of its adapter, or -1)."""
     numbers: dict[ModelId, int] = {}
     whose: list[int] = []
     for sequence, _, count in spans:
         name = sequence.adapter
         whose += [numbers.setdefault(name, len(numbers)) if name else -1] * count
-    if not numbers:
+    return list(numbers), whose
+
+
+def adapted(adapters: Mapping[ModelId, Adapter], spans: Sequence[Span]) -> Adapted | None:
+    """None: no row has an adapter. All that are named are there."""
+    names, whose = named(spans)
+    if not names:
         return None
-    found = [adapters[name] for name in numbers]
+    found = [adapters[name] for name in names]
     return Adapted(found, whose, max(adapter.stride for adapter in found))

@@ -20,6 +20,9 @@ from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps
 from services.node.engine.rope import Rotations, inverse_frequencies
+from services.node.engine.share import WHOLE
+from services.node.engine.step import Step, StepPlan, plan_step
+from services.node.engine.team import Team
 from services.node.engine.weights import (
     DecoderTensors,
     EmbeddingUnit,
@@ -68,10 +71,13 @@ class Decoder:
         fused: bool = False,
         compiled: Kernels | None = None,
         adapters: Mapping[ModelId, Adapter] | None = None,
+        team: Team | None = None,
     ) -> None:
         """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs.
-        `adapters`: all that rows may name; it may grow."""
+        `adapters`: all that rows may name; it may grow. `team`: those who run the model together,
+        each its share, with `compiled`."""
         self.config, self.dtype, self.device = config, dtype, device
+        self.team = team
         self._compiled, self._workspace = compiled, Workspace()
         self.given: WeakKeyDictionary[LayerUnit, Layer] = WeakKeyDictionary()
         self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
@@ -90,7 +96,8 @@ class Decoder:
     def units(
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
     ) -> tuple[Unit, ...]:
-        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times, pages)
+        share = self.team.share if self.team else WHOLE
+        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times, pages, share)
         units = range(spec.first_unit, spec.last_unit + 1)
         return tuple(tensors.unit(self.config, unit) for unit in units)
 
@@ -102,12 +109,16 @@ class Decoder:
             raise BadInput(f"{len(tokens)} tokens for {n} positions")
         return self.ops.look_up(unit.table, tokens)
 
-    def step(self, spans: Sequence[Span]) -> "LayerStep | KernelStep":
+    def step(self, spans: Sequence[Span]) -> Step:
         """A step over these rows. Only one step may be in use at a time."""
         if self._compiled is not None:
-            return KernelStep(self, self._compiled, self._workspace, spans)
+            return self.planned(plan_step(spans, self.attention.group))
         attention = self.ops.attention(self.attention, self.frequencies, spans)
         return LayerStep(self, attention, adapted(self.adapters, spans))
+
+    def planned(self, plan: StepPlan) -> KernelStep:
+        assert self._compiled is not None
+        return KernelStep(self, self._compiled, self._workspace, plan)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         """Logits [len(rows), vocab] in float32, computed from the given rows of hidden [n,

@@ -1,6 +1,8 @@
 """The torch engine: attaches blocks as they arrive, and runs batches over any range of them."""
 
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -22,6 +24,8 @@ from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network
 from services.node.engine.processors import Processor, Processors
+from services.node.engine.ranks import LeadDecoder, Ranks
+from services.node.engine.share import WHOLE, check_divides
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
 from services.node.engine.text_encoder import TextEncoder
@@ -60,15 +64,16 @@ class TorchEngine:
         capture: "Capture | None" = None,
         shelf: Shelf | None = None,
         kept_bytes: int = 0,
+        ranks: Ranks | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
-        `threads`: 0 takes torch's default. `step_floor_s`: the least seconds of a sweep through a
-        whole model (see NodeConfig). `cpu_weights`: the form of matrices on a CPU. `capture`: how
-        decode steps are
-        recorded; None lets the device decide. Given on a CPU, it makes the kernels for GPUs run
-        there, in Triton's interpreter. `shelf`: for packed weights. `kept_bytes`: the packed
-        weights of so many bytes are kept while their blocks are away. Make the engine on the thread
-        that calls it."""
+        `threads`: 0 takes torch's default; ranks share them. `step_floor_s`: the least seconds
+        of a sweep through a whole model (see NodeConfig). `cpu_weights`: the form of matrices
+        on a CPU. `capture`: how decode steps are recorded; None lets the device decide. Given
+        on a CPU, it makes the kernels for GPUs run there, in Triton's interpreter. `shelf`: for
+        packed weights. `kept_bytes`: the packed weights of so many bytes are kept while their
+        blocks are away. `ranks`: those that run decoders together with this one. Make the
+        engine on the thread that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
             capture = capture or _own_stream(self._device)
@@ -80,10 +85,15 @@ class TorchEngine:
             check_form(cpu_weights)
             if cpu_weights != "stored":
                 compiled = kernels.load()  # compile them now, before a model waits for them
-        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
-        self._kv = KvCache(kv, self._device)
+        self._ranks = ranks
+        share = ranks.share if ranks else WHOLE
+        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes, share)
+        self._kv = KvCache(kv, self._device, ranks.cache if ranks else None)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
+        if ranks is not None:
+            threads = max(1, (threads or torch.get_num_threads()) // ranks.share.of)
+            ranks.start(threads=threads, form=self._form, kept_bytes=kept_bytes)
         if threads:
             torch.set_num_threads(threads)
 
@@ -102,6 +112,8 @@ class TorchEngine:
             self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None
+            if self._ranks is not None:
+                check_divides(self._ranks.share.of, config, dtype)
             self._kv.open_model(
                 model_id,
                 config.n_layers,
@@ -112,7 +124,10 @@ class TorchEngine:
                 erased=not fused and compiled is None,
             )
             longest = self._kv.longest(model_id)
-            network = decoder = Decoder(
+            made: Callable[..., Decoder] = Decoder
+            if self._ranks is not None:
+                made = partial(LeadDecoder, model_id, manifest, self._ranks)
+            network = decoder = made(
                 config,
                 dtype,
                 self._device,
@@ -155,8 +170,13 @@ class TorchEngine:
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
         spec = model.manifest.blocks[block]
-        with self._packed.of(model_id, block, spec.nbytes) as pages:
-            model.blocks[block] = model.network.units(spec, weights, self._form, pages)
+        network = model.network
+        others: AbstractContextManager[None] = nullcontext()
+        if isinstance(network, LeadDecoder):
+            others = network.attaching(block, weights)
+        with others, self._packed.of(model_id, block, spec.nbytes) as pages:
+            units = network.units(spec, weights, self._form, pages)
+        model.blocks[block] = units
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
             model.graphs.forget(block)
@@ -168,6 +188,10 @@ class TorchEngine:
         network = self._model(base).network if base else None
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
+        if isinstance(network, LeadDecoder):
+            raise UnsupportedModel(
+                f"adapters of model {base} need a node whose node.tensor_parallel is 1"
+            )
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
             raise UnsupportedModel(
@@ -201,7 +225,9 @@ class TorchEngine:
         if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
-        self._models.pop(model_id, None)
+        model = self._models.pop(model_id, None)
+        if model is not None and isinstance(model.network, LeadDecoder):
+            model.network.close(asleep=asleep)
         if not asleep:
             self._packed.leave(model_id)
 

@@ -16,22 +16,20 @@ import torch
 from torch import Tensor
 
 from services.node.checkpoints.config import ModelConfig
-from services.node.core.kv import PAGE, pages_of
 from services.node.engine import kernels
-from services.node.engine.adapters import Adapted, Adapter, adapted
-from services.node.engine.attention import Attention, Span
+from services.node.engine.adapters import Adapter
+from services.node.engine.attention import Attention
 from services.node.engine.base import Bell
 from services.node.engine.experts import add_experts
 from services.node.engine.linear import Packed
 from services.node.engine.ops import TorchOps
 from services.node.engine.rope import Rotations
+from services.node.engine.share import WHOLE
+from services.node.engine.step import StepPlan
+from services.node.engine.team import Team
 from services.node.engine.weights import ExpertMlp, LayerUnit
 from shared.ids import ModelId
 
-BLOCK = 16
-"""The most rows of a sequence that one thread attends at a time."""
-SCORES = 1 << 19
-"""Limit of scores kept for each thread. It is exceeded only if a single row needs more."""
 ALIGN = 64
 
 
@@ -90,12 +88,14 @@ class Steppable(Protocol):
     attention: Attention
     rotations: Rotations
     adapters: Mapping[ModelId, Adapter]
+    team: Team | None
+    """The ranks that run the step together; None: this process runs it alone."""
     given: WeakKeyDictionary[LayerUnit, kernels.Layer]
     """Layers as the kernels take them. They are made by the first step that runs them."""
 
 
 class KernelStep:
-    """Implements services.node.engine.model.Step. All matrices of the layers are Packed. Each page
+    """Implements services.node.engine.step.Step. All matrices of the layers are Packed. Each page
     of a layer's cache is one piece of memory, whose inner order is attention.c's own."""
 
     def __init__(
@@ -103,45 +103,44 @@ class KernelStep:
         decoder: Steppable,
         compiled: kernels.Kernels,
         workspace: Workspace,
-        spans: Sequence[Span],
+        plan: StepPlan,
     ) -> None:
-        config, a = decoder.config, decoder.attention
+        config, a, team = decoder.config, decoder.attention, decoder.team
         self._compiled, self._experts, self._given = compiled, config.experts, decoder.given
-        blocks: list[tuple[int, int, int, int]] = []
-        pages, rows, longest = array("i"), 0, 0
-        for sequence, first, count in spans:
-            own = pages_of(first + count)
-            size = min(BLOCK, max(1, SCORES // (a.group * own * PAGE))) if count > 1 else 1
-            for done in range(0, count, size):
-                blocks.append((rows + done, min(size, count - done), first + done, len(pages)))
-            pages.extend(sequence.pages[:own])
-            rows, longest = rows + count, max(longest, first + count)
-        # The longest spans go first, so that threads that end with short ones end together.
-        blocks.sort(key=lambda block: -block[1] * (block[1] + block[2]))
-        scratch = a.group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks)
+        share = team.share if team else WHOLE
+        heads, own = len(share.heads(a.n_heads)), share.heads(a.n_kv_heads)
+        rows = plan.rows
         width = config.hidden_size
         self._threads = kernels.threads_for(rows * width, width)
         narrow = decoder.dtype == torch.bfloat16
         # Pairs and tiles are of bfloat16. Without them, activations inside a layer stay in float32.
         inner = torch.bfloat16 if narrow and compiled.way != kernels.VECTORS else torch.float32
-        widths = (width, a.q_size + 2 * a.kv_size, a.q_size, config.intermediate_size)
-        normed, qkv, attended, gated, queries, scores = workspace.take(
-            *(rows * width * inner.itemsize for width in widths),
-            rows * a.q_size * torch.float32.itemsize,
-            self._threads * scratch * torch.float32.itemsize,
+        sizes = (
+            rows * width * inner.itemsize,
+            rows * (heads + 2 * len(own)) * a.head_dim * inner.itemsize,
+            rows * heads * a.head_dim * torch.float32.itemsize,
+            self._threads * plan.scratch * torch.float32.itemsize,
         )
+        read = (rows * a.q_size * inner.itemsize, rows * config.intermediate_size * inner.itemsize)
+        if team is None:
+            normed, qkv, queries, scores, attended, gated = workspace.take(*sizes, *read)
+        else:
+            normed, qkv, queries, scores = workspace.take(*sizes)
+            hidden, *others = team.take(rows * width * decoder.dtype.itemsize, *read)
+            self.hidden = hidden.view(decoder.dtype).view(rows, width)
+            attended, gated = (each.data_ptr() for each in others)
         # What the experts take lies first in the workspace's memory; this keeps it alive, too.
         self._normed = (workspace.memory, inner)
-        cos, sin = decoder.rotations.until(longest)
-        placed = array("i", chain.from_iterable(blocks))
+        cos, sin = decoder.rotations.until(plan.longest)
         # The kernels know these only by address: this keeps the memory alive.
-        self._kept: tuple[object, ...] = (cos, sin, placed, pages)
+        self._kept: tuple[object, ...] = (cos, sin, plan, team)
         attention = kernels.Attention(
-            rows=rows, heads=a.n_heads, kv_heads=a.n_kv_heads, head_dim=a.head_dim,
+            rows=rows, heads=heads, kv_heads=len(own), head_dim=a.head_dim,
+            page_heads=a.n_kv_heads, first_head=own.start,
             narrow=inner == torch.bfloat16, narrow_kv=a.dtype == torch.bfloat16,
             eps=a.norm_eps, scale=a.scale, cos=cos.data_ptr(), sin=sin.data_ptr(),
-            queries=queries, spans=_address(placed), pages=_address(pages), n_spans=len(blocks),
-            scratch=scores, scratch_size=scratch,
+            queries=queries, spans=_address(plan.spans), pages=_address(plan.pages),
+            n_spans=plan.n_spans, scratch=scores, scratch_size=plan.scratch,
         )  # fmt: skip
         self._attention = attention
         self._layers = kernels.Layers(
@@ -149,20 +148,20 @@ class KernelStep:
             attention=ctypes.addressof(attention), normed=normed, qkv=qkv,
             attended=attended, gated=gated,
             wait=compiled.barrier if self._threads > 1 else None,
+            team=team.address if team else None, rank=share.rank,
         )  # fmt: skip
-        self._adapters = self._adapt(adapted(decoder.adapters, spans))
+        self._adapters = [decoder.adapters[name] for name in plan.adapters]
+        if self._adapters:
+            self._adapt(plan)
 
-    def _adapt(self, found: Adapted | None) -> list[Adapter]:
-        """Tells the kernels which rows have adapters. Returns these."""
-        if found is None:
-            return []
-        whose = array("i", found.whose)
-        low = torch.empty(len(whose), found.stride)
-        self._kept = (*self._kept, whose, low)
+    def _adapt(self, plan: StepPlan) -> None:
+        """Tells the kernels which rows have adapters."""
+        stride = max(adapter.stride for adapter in self._adapters)
+        low = torch.empty(plan.rows, stride)
+        self._kept = (*self._kept, low)
         call = self._layers
-        call.whose, call.low, call.stride = _address(whose), low.data_ptr(), found.stride
-        call.n_adapters = len(found.adapters)
-        return found.adapters
+        call.whose, call.low, call.stride = _address(plan.whose), low.data_ptr(), stride
+        call.n_adapters = len(self._adapters)
 
     def run(
         self,
@@ -228,7 +227,9 @@ class KernelStep:
         return ctypes.addressof(given)
 
 
-def _address(numbers: "array[int]") -> int:
+def _address(numbers: "array[int] | bytes") -> int | None:
+    if isinstance(numbers, bytes):
+        return ctypes.cast(ctypes.c_char_p(numbers), ctypes.c_void_p).value
     return numbers.buffer_info()[0]
 
 

@@ -16,7 +16,7 @@ that is a tensor whose layers overlap. A model uses only the first n numbers of 
 """
 
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
@@ -106,11 +106,20 @@ class _Model:
 class KvCache:
     """`budget`: the memory that all models share, or a number of positions for one model."""
 
-    def __init__(self, budget: KvBudget | int, device: torch.device) -> None:
+    def __init__(
+        self,
+        budget: KvBudget | int,
+        device: torch.device,
+        allocate: Callable[[int], torch.Tensor] | None = None,
+    ) -> None:
+        """`allocate`: where the memory comes from, if not from torch."""
         self.changes = 0
         """Grows when sequences end: whatever was planned with an older value is outdated."""
         self._budget = budget
         self._device = device
+        self._allocate = allocate or (
+            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
+        )
         self._memory: torch.Tensor | None = None
         self._slabs = Slabs(0)
         self._slab_bytes = 0
@@ -219,7 +228,7 @@ class KvCache:
         else:
             count, nbytes = self._budget.slabs(page)
         try:
-            self._memory = torch.empty(count * nbytes, dtype=torch.uint8, device=self._device)
+            self._memory = self._allocate(count * nbytes)
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the memory for KV caches, {count * nbytes} bytes, cannot be allocated: lower "

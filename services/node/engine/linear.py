@@ -23,6 +23,7 @@ from torch.nn import functional
 from services.node.engine import kernels
 from services.node.engine.attention import ROWS
 from services.node.engine.huge_pages import HugePages, Pages
+from services.node.engine.share import Among
 from shared.errors import ConfigError, UnsupportedModel
 
 Form = Literal["stored", "packed", "int8"]
@@ -53,14 +54,21 @@ class Gate(Protocol):
         """The same, with what `adapt` adds to the product [rows, out]."""
 
 
-def linear(weight: Tensor, bias: Tensor | None, form: Form, pages: Pages | None = None) -> Linear:
+def linear(
+    weight: Tensor,
+    bias: Tensor | None,
+    form: Form,
+    pages: Pages | None = None,
+    among: Among | None = None,
+) -> Linear:
     """A product with `weight` [out, in] and `bias` [out]. The packed form falls back to stored
     where our kernels cannot run or do not support the dtype. `pages`: where packed weights lie, if
-    not in torch's own memory."""
+    not in torch's own memory. `among`: where the outputs lie if other
+    ranks have others, which takes our kernels."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return Stored(weight, bias)
-    return Packed(compiled, weight, bias, form, pages)
+    return Packed(compiled, weight, bias, form, pages, among)
 
 
 def gate(
@@ -69,13 +77,14 @@ def gate(
     form: Form,
     silu_times: Callable[[Tensor], Tensor],
     pages: Pages | None = None,
+    among: Among | None = None,
 ) -> Gate:
     """A gated product with `weight` [out, in], whose first half are the gates. `silu_times` is used
-    in the stored form, `pages` as in `linear`."""
+    in the stored form, `pages` and `among` as in `linear`."""
     compiled = _packs(weight.dtype, form)
     if compiled is None:
         return StoredGate(Stored(weight, bias), silu_times)
-    return Packed(compiled, weight, bias, form, pages, gated=True)
+    return Packed(compiled, weight, bias, form, pages, among, gated=True)
 
 
 def check_form(form: Form) -> None:
@@ -133,6 +142,7 @@ class Packed:
         bias: Tensor | None,
         form: Form,
         pages: Pages | None = None,
+        among: Among | None = None,
         *,
         gated: bool = False,
     ) -> None:
@@ -141,7 +151,9 @@ class Packed:
         held = torch.int8 if form == "int8" else dtype
         panels = -(-outputs // PANEL)
         self._compiled, self._panels, self._inputs = compiled, panels, inputs
-        self._width = outputs // 2 if gated else outputs
+        own = outputs // 2 if gated else outputs
+        among = among or Among(0, own)
+        self._width = among.pitch
         self._way = compiled.way if narrow else kernels.VECTORS
         pages = pages or HugePages(0)
         self._weight = pages.take(panels * PANEL, -(-inputs // DEPTH) * DEPTH, held)
@@ -151,7 +163,7 @@ class Packed:
         self._matrix = kernels.Matrix(
             kind=KINDS[held], inputs=inputs, outputs=outputs, gated=gated, way=self._way,
             weight=self._weight.data_ptr(), scales=_address(self._scales),
-            bias=_address(self._bias),
+            bias=_address(self._bias), pitch=among.pitch, first=among.first,
         )  # fmt: skip
         self.matrix = ctypes.addressof(self._matrix)
         """The address of the matrix, for the kernels."""
@@ -168,8 +180,12 @@ class Packed:
         if x.dtype == torch.float16:
             return self(x.float()).to(dtype)
         made = torch.empty(len(x), self._width, dtype=dtype)
-        self._run(x, made, added=False)
+        self.write(x, made)
         return made
+
+    def write(self, x: Tensor, made: Tensor) -> None:
+        """Writes the product to `made`, [rows, outputs of all ranks]."""
+        self._run(x, made, added=False)
 
     def adapted(self, x: Tensor, adapt: Callable[[Tensor], None]) -> Tensor:
         """The engine takes no adapters where this would be called: see `TorchEngine.adapt`."""

@@ -1,6 +1,6 @@
 """A model as the sweep runs it: its units, block by block, and what they are made of."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -8,30 +8,16 @@ import torch
 
 from services.node.checkpoints.architecture import AnyConfig
 from services.node.engine.attention import Span
-from services.node.engine.base import Bell, Row, Weights
+from services.node.engine.base import Row, Weights
 from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form
 from services.node.engine.pooling import Sums
 from services.node.engine.processors import Processors
+from services.node.engine.step import Step
 from shared.layout import BlockSpec, Manifest
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import DecodeGraphs
-
-
-class Step(Protocol):
-    def run(
-        self,
-        block: int,
-        blocks: Iterable[Any],
-        hidden: torch.Tensor,
-        kv: torch.Tensor,
-        for_s: float = 0.0,
-        bell: Bell | None = None,
-    ) -> int:
-        """Runs the layers of `block`, the first of these blocks, and may run those after it: see
-        `Sweep.advance`. Returns how many blocks it ran. Updates hidden [rows, hidden_size]. kv: the
-        cache of the layers of all these blocks, see KvCache.of_layers."""
 
 
 class Network(Protocol):

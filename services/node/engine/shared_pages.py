@@ -21,6 +21,7 @@ import xxhash
 from services.node.engine import kernels
 from services.node.engine.huge_pages import ALIGN, HUGE, LEAST, HugePages, Pages
 from services.node.engine.linear import Form
+from services.node.engine.share import WHOLE, Share
 from services.node.memory.shelf import Shelf, digest
 from shared.errors import BadInput
 from shared.ids import ModelId
@@ -28,7 +29,7 @@ from shared.ids import ModelId
 _COLLAPSE, _FIXED = 25, 0x10
 _FAILED = ctypes.c_void_p(-1).value
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-LAYOUT = ("linear", "weights", "encoder", "shared_pages")
+LAYOUT = ("linear", "weights", "encoder", "share", "shared_pages")
 """The modules that say where in a block's memory a matrix lies."""
 
 
@@ -112,12 +113,19 @@ class PackedBlocks:
     """
 
     def __init__(
-        self, shelf: Shelf, form: Form, compiled: kernels.Kernels | None, most: int = 0
+        self,
+        shelf: Shelf,
+        form: Form,
+        compiled: kernels.Kernels | None,
+        most: int = 0,
+        share: Share = WHOLE,
     ) -> None:
         """`compiled`: what packs weights here; None: nothing does. `most`: packed weights are kept
-        of blocks of so many bytes, as long as some of these have left the arena."""
+        of blocks of so many bytes, as long as some of these have left the arena. `share`: what of a
+        block is packed."""
         self._shelf = shelf
-        self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
+        part = "" if share == WHOLE else f" {share.rank} of {share.of}"
+        self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}{part}"
         self._most = most
         self._taken: dict[tuple[ModelId, int], list[torch.Tensor]] = {}
         self._sizes: dict[tuple[ModelId, int], int] = {}

@@ -25,9 +25,10 @@ from services.node.engine.base import (
 from services.node.engine.copies import to_host
 from services.node.engine.drawing import drawn_after, pooled, scored
 from services.node.engine.kv import KvCache, KvSequence
-from services.node.engine.model import Model, Step
+from services.node.engine.model import Model
 from services.node.engine.part_checks import check_adapters, check_part, checked_hidden
 from services.node.engine.sampling import Drawn
+from services.node.engine.step import Step
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.messages.serving import Logprobs

@@ -17,6 +17,7 @@ from services.node.checkpoints.families.family import DOWN, GATE_UP, ROUTER
 from services.node.engine.base import Weights
 from services.node.engine.huge_pages import Pages
 from services.node.engine.linear import Form, Gate, Linear, gate, linear
+from services.node.engine.share import WHOLE, Among, Share, cut
 from shared.errors import BadInput, CorruptCheckpoint, MissingTensor, UnsupportedModel
 from shared.layout import BlockSpec, Manifest, TensorSpec
 
@@ -183,36 +184,55 @@ class DecoderTensors(BlockTensors):
         form: Form,
         silu_times: Callable[[torch.Tensor], torch.Tensor],
         pages: Pages | None = None,
+        share: Share = WHOLE,
     ) -> None:
-        """`silu_times`: see ops.py."""
+        """`silu_times`: see ops.py. `share`: whose matrices are wanted."""
         super().__init__(block, weights, form, pages)
         self._silu_times = silu_times
+        self._share = share
 
     def unit(self, config: ModelConfig, unit: int) -> Unit:
         if unit == 0:
             return EmbeddingUnit(self._joined([EMBEDDING]))
         if unit == config.n_units - 1:
-            return HeadUnit(self._joined([FINAL_NORM]), self._formed(self._joined([HEAD])))
+            return HeadUnit(self._joined([FINAL_NORM]), self._divided(self._joined([HEAD])))
         prefix = f"model.layers.{unit - 1}."
         attention, layer = prefix + "self_attn.", config.layers[unit - 1]
         return LayerUnit(
             number=unit - 1,
             input_norm=self._joined([prefix + "input_layernorm.weight"]),
-            qkv=self._linear(attention, ("q_proj", "k_proj", "v_proj")),
+            qkv=self._heads(attention, config),
             qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,
             window=layer.window,
-            o=self._linear(attention, ("o_proj",)),
+            o=self._divided(*self._matrix(attention, ("o_proj",))),
             post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
             mlp=self._expert_mlp(prefix) if layer.experts else self._mlp(prefix + "mlp."),
         )
 
     def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
         q, k = self._joined([prefix + "q_norm.weight"]), self._joined([prefix + "k_norm.weight"])
-        return torch.cat((q.expand(config.n_heads, -1), k.expand(config.n_kv_heads, -1)))
+        heads = (len(self._share.heads(n)) for n in (config.n_heads, config.n_kv_heads))
+        return torch.cat([norm.expand(n, -1) for norm, n in zip((q, k), heads, strict=True)])
+
+    def _heads(self, prefix: str, config: ModelConfig) -> Linear:
+        """Queries, keys and values of the share's heads."""
+        whole = self._matrix(prefix, ("q_proj", "k_proj", "v_proj"))
+        sizes = [n * config.head_dim for n in (config.n_heads, *2 * (config.n_kv_heads,))]
+        own = self._share.attention(config)
+        weight, bias = (None if each is None else cut(each, sizes, own) for each in whole)
+        assert weight is not None
+        return self._formed(weight, bias)
+
+    def _divided(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        own = self._share.outputs(len(weight))
+        weight, among = weight[own.start : own.stop], Among(own.start, len(weight))
+        bias = None if bias is None else bias[own.start : own.stop]
+        return linear(weight, bias, self._form, self._pages, among)
 
     def _mlp(self, prefix: str) -> Mlp:
         weight, bias = self._matrix(prefix, ("gate_proj", "up_proj"))
-        return Mlp(self._gate(weight, bias), self._linear(prefix, ("down_proj",)))
+        down = self._matrix(prefix, ("down_proj",))
+        return Mlp(self._gate(weight, bias), self._divided(*down))
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
@@ -224,4 +244,9 @@ class DecoderTensors(BlockTensors):
         )
 
     def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Gate:
-        return gate(weight, bias, self._form, self._silu_times, self._pages)
+        size = len(weight) // 2
+        own = self._share.outputs(size)
+        weight = cut(weight, (size, size), (own, own))
+        bias = None if bias is None else cut(bias, (size, size), (own, own))
+        among = Among(own.start, size)
+        return gate(weight, bias, self._form, self._silu_times, self._pages, among)

@@ -53,10 +53,11 @@ class Worker:
         ran: Ran,
         kv_mover: Callable[[], KvMover | None] = lambda: None,
         worth: Worth = lambda model_id, positions, nbytes: True,
+        broken: Callable[[], str] = str,
     ) -> None:
         """`device`: where the engine computes, if not in host memory. The caller opens it before
         the worker is started, and closes it after the worker has ended. `kv_mover` (asked for when
-        the threads start) and `worth`: see `Steps`."""
+        the threads start) and `worth`: see `Steps`. `broken`: see `Pulse`."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
@@ -70,6 +71,7 @@ class Worker:
         self._ran = ran
         self._kv_mover = kv_mover
         self._worth = worth
+        self._broken = broken
         self._log = telemetry.logger("worker", node=node)
         self._calls: list[Call] = []
         self._changed = threading.Condition()
@@ -234,7 +236,7 @@ class Worker:
         """What the engine's thread is at."""
         since = self._busy_since
         busy_s = None if since is None else time.monotonic() - since
-        return Pulse(busy_s, self._longest_s, self._failed_in_a_row)
+        return Pulse(busy_s, self._longest_s, self._failed_in_a_row, self._broken())
 
     # --- between the threads ------------------------------------------------
 

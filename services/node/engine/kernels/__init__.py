@@ -17,7 +17,8 @@ from shared import telemetry
 
 HERE = Path(__file__).parent
 SOURCES = tuple(
-    HERE / f"{name}.c" for name in ("attention", "calls", "products", "vectors", "pairs", "tiles")
+    HERE / f"{name}.c"
+    for name in ("attention", "calls", "products", "vectors", "pairs", "tiles", "team")
 )
 HEADERS = tuple(HERE / name for name in ("kernels.h", "numbers.h", "products.h"))
 FLAGS = (
@@ -48,12 +49,16 @@ def _fields(*declared: str) -> list[tuple[str, Any]]:
 
 
 class Matrix(ctypes.Structure):
-    _fields_ = _fields("integers kind inputs outputs gated way", "pointers weight scales bias")
+    _fields_ = _fields(
+        "integers kind inputs outputs gated way",
+        "pointers weight scales bias",
+        "integers pitch first",
+    )
 
 
 class Attention(ctypes.Structure):
     _fields_ = _fields(
-        "integers rows heads kv_heads head_dim narrow narrow_kv",
+        "integers rows heads kv_heads head_dim page_heads first_head narrow narrow_kv",
         "numbers eps scale",
         "pointers cos sin queries spans pages",
         "integers n_spans",
@@ -92,6 +97,10 @@ class LowRank(ctypes.Structure):
     _fields_ = _fields("integers rank", "pointers a b windows")
 
 
+class Team(ctypes.Structure):
+    _fields_ = [("ranks", ctypes.c_int32), ("rest", ctypes.c_char * 188)]
+
+
 class Layers(ctypes.Structure):
     _fields_ = [
         *_fields(
@@ -103,8 +112,10 @@ class Layers(ctypes.Structure):
             "integers n_blocks",
             "numbers seconds",
             "pointers rung",
-            "integers ran over",
-            "pointers wait whose adapters",
+            "integers ran",
+            "pointers wait team",
+            "integers rank over",
+            "pointers whose adapters",
             "integers n_adapters",
             "pointers low",
             "integers stride",
@@ -140,6 +151,9 @@ class Kernels:
         self._openmp = _openmp()
         self.barrier = self._openmp and ctypes.cast(self._openmp.GOMP_barrier, ctypes.c_void_p)
         """The barrier at which all threads of a call wait for each other."""
+        loaded.meet.argtypes, loaded.meet.restype = (ctypes.c_void_p,), None
+        self.meet = loaded.meet
+        """Takes the address of a Team."""
         loaded.best_way.restype = ctypes.c_int64
         self.way = int(loaded.best_way())
         """The best way here to multiply bfloat16 (`Way` in kernels.h)."""

@@ -54,7 +54,7 @@ void norm_rows(const void *x, const void *weight, void *out, int64_t rows, int64
 /* Keys and values of a page lie together, head by head: keys [head_dim, PAGE], then values
    [PAGE, head_dim]. So both passes below read whole vectors, and never sum over the elements of a vector. */
 INLINE void *head_of(const Attention *a, const void *kv, int64_t page, int64_t head) {
-    int64_t at = (page * a->kv_heads + head) * 2 * PAGE * a->head_dim;
+    int64_t at = (page * a->page_heads + a->first_head + head) * 2 * PAGE * a->head_dim;
     return (char *)kv + at * (a->narrow_kv ? 2 : 4);
 }
 
@@ -265,7 +265,8 @@ INLINE void attend_span(const Attention *a, const void *kv, void *attended, int6
         r += rows;
     }
     for (int64_t r = 0; r < n; r++) {
-        int64_t to = ((row + r / group) * a->heads + head * group + r % group) * dim;
+        int64_t of = (row + r / group) * a->page_heads + a->first_head + head;
+        int64_t to = (of * group + r % group) * dim;
         for (int64_t j = 0; j < dim; j++)
             put(attended, to + j, out[r * dim + j] / sums[r], narrow);
     }

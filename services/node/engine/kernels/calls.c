@@ -123,8 +123,10 @@ typedef struct {
     double seconds;                 /* so long after the first block, none is begun if `rung` */
     const int64_t *rung;            /* not 0: somebody waits; NULL: so as if */
     int64_t ran;                    /* how many blocks were run */
-    int64_t over;                   /* 1: no further block */
     void (*wait)(void);             /* until all threads came here; NULL: there is one */
+    Team *team;                     /* the ranks that share `hidden`, `attended` and `gated`; NULL: none */
+    int64_t rank;
+    int64_t over;                   /* 1: no further block; a team has its own */
     const int32_t *whose;           /* see Adapting; NULL: no row has an adapter */
     const LowRank *const *adapters; /* [layers, n_adapters] */
     int64_t n_adapters;
@@ -139,6 +141,16 @@ INLINE int64_t *ended(Layers *s, int64_t thread, int part) {
     if (s->wait) s->wait();
     if (!thread) s->counters[part] = 0;
     return &s->counters[(part + 1) % 8];
+}
+
+/* The same, of a part that other ranks go on from. */
+INLINE int64_t *gathered(Layers *s, int64_t thread, int part) {
+    int64_t *next = ended(s, thread, part);
+    if (s->team) {
+        if (!thread) meet(s->team);
+        if (s->wait) s->wait();
+    }
+    return next;
 }
 
 INLINE double now(void) {
@@ -178,14 +190,14 @@ INLINE void run_layer(Layers *s, const Layer *l, void *kv, const LowRank *const 
     write_kv(a, s->qkv, l->qk_norm, kv, next);
     next = ended(s, thread, 2);
     attend(a, kv, s->attended, l->window, thread, next);
-    next = ended(s, thread, 3);
+    next = gathered(s, thread, 3);
     multiply_at(s, O, l->o, s->attended, inner, s->hidden, narrow, 1, adapters, thread, next);
-    next = ended(s, thread, 4);
+    next = gathered(s, thread, 4);
     norm_rows(s->hidden, l->post_norm, s->normed, rows, s->width, s->eps, narrow, inner, next);
     if (!l->gate_up) return;
     next = ended(s, thread, 5);
     multiply_at(s, GATE_UP, l->gate_up, s->normed, inner, s->gated, inner, 0, adapters, thread, next);
-    next = ended(s, thread, 6);
+    next = gathered(s, thread, 6);
     multiply_at(s, DOWN, l->down, s->gated, inner, s->hidden, narrow, 1, adapters, thread, next);
 }
 
@@ -199,10 +211,14 @@ void run_layers(void *argument) {
             const LowRank *const *adapters =
                 s->whose ? s->adapters + layer * s->n_adapters : NULL;
             run_layer(s, l, s->kv + layer * s->kv_step, adapters, thread);
-            if (!thread && layer + 1 == s->stops[block]) s->over = is_called(s) && now() >= until;
-            ended(s, thread, l->gate_up ? 7 : 5);
+            if (!thread && !s->rank && layer + 1 == s->stops[block]) {
+                int over = is_called(s) && now() >= until;
+                if (s->team) s->team->over = over;
+                else s->over = over;
+            }
+            gathered(s, thread, l->gate_up ? 7 : 5);
         }
         block++;
-    } while (block < s->n_blocks && !s->over);
+    } while (block < s->n_blocks && !(s->team ? s->team->over : s->over));
     if (!thread) s->ran = block;
 }

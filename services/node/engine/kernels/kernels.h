@@ -19,11 +19,15 @@ typedef struct {
     void *weight;
     float *scales;       /* [panels, WIDTH], for int8 only */
     float *bias;         /* [panels, WIDTH] or NULL */
+    int64_t pitch;       /* outputs of a row of the result; other ranks make the others */
+    int64_t first;       /* where in the row these outputs begin */
 } Matrix;
 
 /* The attention of one step. */
 typedef struct {
     int64_t rows, heads, kv_heads, head_dim;
+    int64_t page_heads;     /* kv heads of a page, with those of other ranks */
+    int64_t first_head;     /* the first of them that is this rank's */
     int64_t narrow;         /* qkv and attended are bfloat16 */
     int64_t narrow_kv;      /* the cache is bfloat16, and the norms of queries and keys are */
     double eps, scale;
@@ -36,6 +40,18 @@ typedef struct {
     float *scratch;         /* for the scores of a span; each thread has its own part */
     int64_t scratch_size;
 } Attention;
+
+/* What the ranks of a team share. Each runs the same calls. */
+typedef struct {
+    int32_t ranks;
+    int32_t over;        /* rank 0 says, before they meet: no further block */
+    int32_t here __attribute__((aligned(64)));  /* how many have come to the meeting */
+    int32_t round __attribute__((aligned(64))); /* meetings that are over */
+    int32_t asleep;      /* how many sleep until one is */
+} Team;
+
+/* Returns when every rank has called it. What each wrote before, all see afterwards. */
+void meet(Team *t);
 
 /* What an adapter adds to the product of a matrix: b (a x) (LoRA; Hu et al. 2021). */
 typedef struct {
@@ -83,7 +99,8 @@ void shrink(const Adapting *adapting, const void *x, int64_t rows, int64_t in, i
    heads) x head_dim]; qk_norm: [heads + kv heads, head_dim] or NULL. */
 void write_kv(const Attention *a, const void *qkv, const void *qk_norm, void *kv, int64_t *next);
 
-/* Causal attention over the cache: attended [rows, heads x head_dim]. Overwrites the queries.
+/* Causal attention over the cache: attended [rows, heads of all ranks x head_dim]. Overwrites the
+   queries.
    `window`: how many keys a query sees, 0: all. `thread`: this thread's number. */
 void attend(const Attention *a, const void *kv, void *attended, int64_t window, int64_t thread,
             int64_t *next);

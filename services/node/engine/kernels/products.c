@@ -38,7 +38,7 @@ INLINE void finish_as(const Product *p, int64_t row, int64_t rows, int64_t panel
         }
         if (p->adapting) expand(p->adapting, row + r, panel, v);
         if (m->gated) v[0] = silu(v[0]) * v[1];
-        int64_t to = (row + r) * all_of + from;
+        int64_t to = (row + r) * m->pitch + m->first + from;
         if (filled == width) {
             for (int64_t i = 0; i < width / 16; i++) {
                 if (added) v[i] += take(p->made, to + 16 * i, narrow);

@@ -25,8 +25,8 @@ from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.linear import Form
-from services.node.engine.model import Step
 from services.node.engine.processors import Logits, Processor
+from services.node.engine.step import Step
 from services.node.engine.weights import LayerUnit
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound
 from shared.messages.serving import LogitRules, Sampling

@@ -1,0 +1,216 @@
+"""Decoders that several processes run together: the bits of one, and transformers' tokens."""
+
+import os
+import random
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+from services.node.core.kv import PAGE
+from services.node.engine.engine import TorchEngine
+from services.node.engine.ranks import Ranks
+from services.node.memory.arena import Arena
+from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
+from tests.unit.node.engine.conftest import Logits
+from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
+from tests.unit.node.engine.test_against_transformers import FORMS
+
+pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+
+ONE_KV_HEAD = ("mqa", "unaligned")
+WITH_EXPERTS = tuple(name for name in FORMS if "moe" in name or "mixtral" in name)
+DENSE = [name for name in FORMS if name not in (*ONE_KV_HEAD, *WITH_EXPERTS)]
+FOUR_KV_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
+PROMPT = random.Random(3).choices(range(96), k=70)
+COUNT = 12
+"""Tokens. On a busy machine ranks that share a core wait long for each other."""
+DEGREES = (2, 4)
+
+
+class Divided:
+    """An engine of a degree, which serves one test after the other."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._arena = Arena(8 << 20)
+        self.ranks = Ranks(degree, self._arena.memory)
+        self.engine = TorchEngine("cpu", 4096, threads=degree, ranks=self.ranks)
+
+    @contextmanager
+    def holding(self, model: Model, start: int = 0, stop: int | None = None) -> Iterator[Path]:
+        """The engine as a path that holds these blocks of the model."""
+        stop = model.n_blocks if stop is None else stop
+        spans = [self._arena.allocate(len(buffer)) for buffer in model.buffers]
+        try:
+            self.engine.open_model(MODEL, model.manifest)
+            for block in range(start, stop):
+                spans[block].memory[:] = model.buffers[block]
+                self.engine.attach(MODEL, block, spans[block].memory)
+            path = Path.__new__(Path)
+            path.stages = [(self.engine, start, stop)]
+            yield path
+        finally:
+            self.engine.close_model(MODEL)
+            for span in spans:
+                self._arena.free(span)
+
+
+@pytest.fixture(scope="module", params=DEGREES)
+def divided(request: pytest.FixtureRequest) -> Iterator[Divided]:
+    made = Divided(request.param)
+    yield made
+    made.ranks.close()
+
+
+def model_for(divided: Divided, form: str = "gqa", **changes: Any) -> Model:
+    heads = {} if divided.degree == 2 else FOUR_KV_HEADS
+    return make_model(seed=3, **{**FORMS[form], **heads, **changes})
+
+
+@pytest.mark.parametrize("form", DENSE)
+def test_every_form_has_the_bits_of_one_process(
+    divided: Divided, form: str, logits: Logits
+) -> None:
+    model = model_for(divided, form)
+    with divided.holding(model) as path:
+        tokens = path.generate(PROMPT, COUNT)
+    together = logits.take()
+    assert Path(model).generate(PROMPT, COUNT) == tokens
+    assert torch.equal(together, logits.take())
+    expected = model.expected_logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
+    assert tokens == expected.argmax(-1).tolist()
+
+
+def test_bf16_and_shares_of_different_sizes(divided: Divided, logits: Logits) -> None:
+    sizes: dict[str, Any] = {
+        "hidden_size": 104,
+        "intermediate_size": 200,
+        "vocab_size": 101,
+        "head_dim": 12,
+    }
+    model = model_for(divided, dtype="bfloat16", **sizes)
+    with divided.holding(model) as path:
+        tokens = path.generate(PROMPT, COUNT)
+    together = logits.take()
+    assert Path(model).generate(PROMPT, COUNT) == tokens
+    assert torch.equal(together, logits.take())
+
+
+def test_batches_chunks_and_cached_prefixes(divided: Divided, logits: Logits) -> None:
+    model = model_for(divided)
+    prompts = [PROMPT[:9], PROMPT[3:60], PROMPT[5:6]]
+
+    def drive(path: Path) -> list[int]:
+        (engine, start, stop), *_ = path.stages
+        rows = [row(str(i), 0, p, draw=0) for i, p in enumerate(prompts)]
+        drawn = [token for (token,) in path.run(rows)]
+        for step in range(1, 5):
+            rows = [
+                row(str(i), len(p) + step - 1, [token], draw=step)
+                for i, (p, token) in enumerate(zip(prompts, drawn[-3:], strict=True))
+            ]
+            drawn += [token for (token,) in path.run(rows)]
+        run_all(engine, [part([row("cut", 0, PROMPT[:20])], start, stop)])
+        drawn += run(engine, part([row("cut", 20, PROMPT[20:], draw=0)], start, stop)).sampled[0]
+        whole = tuple(PROMPT[3:60])
+        found = engine.adopt(MODEL, "again", whole, 512)
+        assert found == len(whole) // PAGE * PAGE
+        drawn += path.run([row("again", found, list(whole[found:]), draw=0)])[0]
+        engine.free(("0", "1", "2", "cut", "again"))
+        return drawn
+
+    with divided.holding(model) as path:
+        tokens = drive(path)
+    together = logits.take()
+    assert drive(Path(model)) == tokens
+    assert torch.equal(together, logits.take())
+    assert tokens[:3] == [model.expected_tokens(prompt, 1)[0] for prompt in prompts]
+
+
+def test_a_stage_of_a_path(divided: Divided) -> None:
+    model = model_for(divided)
+    for cuts in ((2,), (1, 4)):
+        bounds = (0, *cuts, model.n_blocks)
+        for stage in range(len(bounds) - 1):
+            path = Path(model, cuts)
+            with divided.holding(model, *bounds[stage : stage + 2]) as one:
+                path.stages[stage] = one.stages[0]
+                assert path.generate(PROMPT, 8) == model.expected_tokens(PROMPT, 8)
+
+
+def test_kv_goes_over_between_degrees(divided: Divided) -> None:
+    """The image of a prompt's KV is the same whoever computed it."""
+    model, pages = model_for(divided), len(PROMPT) // PAGE * PAGE
+
+    def image(engine: TorchEngine) -> bytes:
+        run(engine, part([row("s", 0, PROMPT)], 0, model.n_blocks))
+        loan = engine.lend("s", (0, model.n_blocks), 0, pages)
+        data = bytearray(loan.nbytes)
+        loan.read(memoryview(data))
+        engine.give_back(loan)
+        return bytes(data)
+
+    whole = image(model.engine())
+    with divided.holding(model) as path:
+        assert image(path.stages[0][0]) == whole
+        key, engine = "taken", path.stages[0][0]
+        assert engine.receive(MODEL, key, tuple(PROMPT[::-1]), 512) == 0
+        loan = engine.lend(key, (0, model.n_blocks), 0, pages)
+        loan.fill(memoryview(bytearray(whole)))
+        engine.give_back(loan)
+        rest = row(key, pages, PROMPT[pages:], draw=0)
+        (tokens,) = path.run([rest])
+        assert list(tokens) == model.expected_tokens(PROMPT, 1)
+
+
+def refused_models() -> dict[str, tuple[dict[str, Any], str]]:
+    return {
+        "mqa": (FORMS["mqa"], "does not divide this model's 1 KV heads"),
+        "experts": (FORMS["mixtral"], "models with experts are not divided"),
+        "float16": ({**FOUR_KV_HEADS, "dtype": "float16"}, "torch.float16 are not divided"),
+    }
+
+
+@pytest.mark.parametrize("name", refused_models())
+def test_what_cannot_be_divided_is_refused_by_name(divided: Divided, name: str) -> None:
+    changes, why = refused_models()[name]
+    model = make_model(**changes)
+    with pytest.raises(UnsupportedModel, match=f"node.tensor_parallel is {divided.degree}.*{why}"):
+        divided.engine.open_model(MODEL, model.manifest)
+    with divided.holding(model_for(divided)) as path:  # the engine goes on
+        path.generate(PROMPT, 2)
+
+
+def test_blocks_that_ranks_cannot_see_are_refused(divided: Divided) -> None:
+    model = model_for(divided)
+    with divided.holding(model, 0, 0) as path:
+        engine = path.stages[0][0]
+        with pytest.raises(BadInput, match="in the arena"):
+            engine.attach(MODEL, 0, memoryview(bytearray(model.buffers[0])))
+
+
+def test_without_kernels_there_are_no_ranks() -> None:
+    ranks = Ranks(2, Arena(1 << 20).memory)
+    with pytest.raises(ConfigError, match="cpu_weights to packed or int8"):
+        TorchEngine("cpu", 64, threads=1, cpu_weights="stored", ranks=ranks)
+    ranks.close()
+
+
+def test_a_rank_that_is_killed_is_told() -> None:
+    before = set(threading.enumerate())
+    made = Divided(2)
+    (watching,) = set(threading.enumerate()) - before
+    assert made.ranks.broken == ""
+    (rank,) = made.ranks.processes
+    os.kill(rank, signal.SIGKILL)
+    watching.join()
+    assert f"rank 1 (process {rank}) ended with signal 9" in made.ranks.broken
+    with pytest.raises(EngineFailed, match="signal 9"):
+        made.engine.open_model(MODEL, make_model().manifest)
+    made.ranks.close()
