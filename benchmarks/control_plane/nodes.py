@@ -6,6 +6,8 @@ pulls of a step end when a block has crossed the link in it.
 
 import asyncio
 import random
+from bisect import insort
+from dataclasses import dataclass, field
 
 import msgspec
 
@@ -31,41 +33,108 @@ from shared.messages.scaling import ApplyPlan, BlockArrived, Pull, ReleaseModel
 
 BLOCK_S = BLOCK_BYTES / LINK_BYTES_PER_S
 CHUNK_S = CHUNK_BYTES / LINK_BYTES_PER_S
+MOMENT_S = 1e-6
+"""All that is asked at one moment is known before anything begins."""
 LEASE_S = NodeConfig(id="any").lease_s
 
 
 class Wires:
-    """The links between the nodes. A relay sends a block on while it still receives it, one chunk
-    later. A node receives one block at a time."""
+    """The links between the nodes, as the planner takes them to be (`costs.arrival_times`): a node
+    sends one block at a time and receives one at a time, those of a model in the order of the
+    plan's steps, and models in turn. A relay sends a block on while it still receives it, one chunk
+    later."""
 
     def __init__(self, scene: Scene) -> None:
-        self._ports = {scene.node(i).node: asyncio.Lock() for i in range(scene.nodes)}
-        self._comes: dict[tuple[NodeId, ModelId, int], asyncio.Event] = {}
-        """Set once the first chunk of a block is at a node."""
+        self._out: dict[NodeId, dict[ModelId, list[_Wanted]]] = {}
+        """What others want of each node, the next of each model first, and the models in turn."""
+        self._in: dict[NodeId, dict[ModelId, list[_Wanted]]] = {}
+        """What each node wants."""
+        self._busy_out: set[NodeId] = set()
+        self._busy_in: set[NodeId] = set()
         self._ends: dict[tuple[NodeId, ModelId, int], float] = {}
-        """When the last chunk is there."""
+        """When the last chunk of each block is, or was, at a node that has its first."""
+        self._due: dict[NodeId, None] = {}
+        """Nodes at whose ports something may begin."""
         for index in range(scene.nodes):
             for holding in scene.holdings(index):
                 for block in holding.blocks:
-                    self._begin(scene.node(index).node, holding.model_id, block, 0.0)
-
-    def _event(self, node: NodeId, model: ModelId, block: int) -> asyncio.Event:
-        return self._comes.setdefault((node, model, block), asyncio.Event())
-
-    def _begin(self, node: NodeId, model: ModelId, block: int, ends: float) -> None:
-        self._ends[node, model, block] = ends
-        self._event(node, model, block).set()
+                    self._ends[scene.node(index).node, holding.model_id, block] = 0.0
 
     async def carry(self, model: ModelId, pull: Pull, target: NodeId) -> None:
         """Returns when the block is at the target."""
+        over = asyncio.get_running_loop().create_future()
+        wanted = _Wanted(pull.step, pull.block, pull.source, target, model, over)
+        out = self._out.setdefault(pull.source, {}).setdefault(model, [])
+        into = self._in.setdefault(target, {}).setdefault(model, [])
+        insort(out, wanted)
+        insort(into, wanted)
+        self._look_at(pull.source)
+        try:
+            await over
+        finally:
+            for port in (self._out[pull.source], self._in[target]):
+                if wanted in port[model]:  # given up before it began
+                    port[model].remove(wanted)
+            self._look_at(pull.source)
+            self._look_at(target)
+
+    def _look_at(self, node: NodeId) -> None:
+        if not self._due:
+            asyncio.get_running_loop().call_later(MOMENT_S, self._begin_what_may)
+        self._due[node] = None
+
+    def _begin_what_may(self) -> None:
+        due, self._due = self._due, {}
+        for node in due:
+            for port in (self._out.get(node, {}), self._in.get(node, {})):
+                for wanted in [each[0] for each in port.values() if each]:
+                    if self._may_begin(wanted):
+                        self._begin(wanted)
+
+    def _may_begin(self, wanted: "_Wanted") -> bool:
+        return (
+            self._out[wanted.source][wanted.model][0] is wanted
+            and self._in[wanted.target][wanted.model][0] is wanted
+            and wanted.source not in self._busy_out
+            and wanted.target not in self._busy_in
+            and (wanted.source, wanted.model, wanted.block) in self._ends
+        )
+
+    def _begin(self, wanted: "_Wanted") -> None:
         loop = asyncio.get_running_loop()
-        await self._event(pull.source, model, pull.block).wait()
-        async with self._ports[target]:
-            source_ends = self._ends[pull.source, model, pull.block]
-            ends = max(loop.time() + BLOCK_S, source_ends + CHUNK_S)
-            await asyncio.sleep(CHUNK_S)
-            self._begin(target, model, pull.block, ends)
-            await asyncio.sleep(ends - loop.time())
+        self._busy_out.add(wanted.source)
+        self._busy_in.add(wanted.target)
+        for port in (self._out[wanted.source], self._in[wanted.target]):
+            _, *others = port.pop(wanted.model)
+            port[wanted.model] = others  # its next turn is the last
+        source_ends = self._ends[wanted.source, wanted.model, wanted.block]
+        ends = max(loop.time() + BLOCK_S, source_ends + CHUNK_S)
+        loop.call_later(CHUNK_S, self._first_chunk, wanted, ends)
+        loop.call_at(ends, self._end, wanted)
+
+    def _first_chunk(self, wanted: "_Wanted", ends: float) -> None:
+        self._ends[wanted.target, wanted.model, wanted.block] = ends
+        self._look_at(wanted.target)
+
+    def _end(self, wanted: "_Wanted") -> None:
+        self._busy_out.discard(wanted.source)
+        self._busy_in.discard(wanted.target)
+        self._look_at(wanted.source)
+        self._look_at(wanted.target)
+        if not wanted.over.done():
+            wanted.over.set_result(None)
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Wanted:
+    """A pull of a block, in the order in which ports serve them."""
+
+    step: int
+    block: int
+    source: NodeId
+    target: NodeId
+    model: ModelId
+    over: "asyncio.Future[None]" = field(compare=False)
 
 
 class Node:

@@ -108,12 +108,12 @@ class Delivery:
         except (BadMessage, StaleEpoch) as error:
             self.log.warning("message dropped", subject=subject, error=str(error))
             return
-        handler = next((on.handler for on in handlers if isinstance(message, on.kind)), None)
-        if handler is None:
-            self.ignored += 1
-            return
         try:
-            await handler(message)
+            for on in handlers:
+                if isinstance(message, on.kind):
+                    await on.handler(message)
+                    return
+            self.ignored += 1
         except BaseException as error:  # the supervised boundary of all handlers
             if not is_containable(error):
                 raise

@@ -75,7 +75,8 @@ class ActiveBus:
 
     def _heard_by_active(self, on: On[Any]) -> On[Any]:
         async def handle_if_active(message: Any) -> None:
-            await self._confirm_or_hang()
+            if not self._election.is_sure:
+                await self._confirm_or_hang()
             await on.handler(message)
 
         return On(on.kind, handle_if_active)

@@ -135,6 +135,12 @@ class Election:
             self._beat = now()
             await self._renew()
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether `confirm` would return at once."""
+        self._doubt_after_pause()
+        return self._sure.is_set() and not self._lost
+
     async def confirm(self, *, anew: bool = False) -> None:
         """Returns when it is sure that no other process has the role: at once, unless this process
         was paused. Superseded if another has it.

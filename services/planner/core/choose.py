@@ -36,7 +36,7 @@ STREAMED = ("head", "chain")
 FOR_UNEQUAL_LINKS = ("taps", "chain")
 EARLY = 0.5
 """The worth of a second of the whole cluster's service while loading, in seconds of loading."""
-LARGE = 16_384
+LARGE = 12_288
 """From this number of nodes x blocks on, closed forms stand in for schedules where they hold. Where
 they do not hold, only strategies for unequal links are tried, with one size of unit, so that
 planning does not take seconds."""

@@ -96,6 +96,8 @@ class Cluster:
         """The known rates of live nodes' disks, the fastest first; None: to be found anew."""
         self._largest: int | None = None
         """The size of the largest arena; None: it has to be found anew."""
+        self.leaving: set[NodeId] = set()
+        """The nodes that others are to take over from."""
         self._slots: int | None = None
         """The median of the nodes' slots; None: it has to be found anew."""
         self.over: dict[NodeId, Generation] = {}
@@ -110,6 +112,7 @@ class Cluster:
             return None
         before = self.nodes.get(info.node)
         self.nodes[info.node] = info
+        (self.leaving.add if info.duty.leaves else self.leaving.discard)(info.node)
         self._forget_answers()
         if before is None or before.generation == info.generation:
             return None
@@ -118,8 +121,7 @@ class Cluster:
 
     def leaves(self, node: NodeId) -> bool:
         """Whether other nodes are to take over what the node serves."""
-        info = self.nodes.get(node)
-        return info is not None and info.duty.leaves
+        return node in self.leaving
 
     def left_s(self, node: NodeId, wall_ns: int) -> float:
         """Seconds until the node ends in any case what it serves; infinite if there is no limit."""
@@ -147,6 +149,7 @@ class Cluster:
         if info is None or info.generation != generation:
             return False
         del self.nodes[node]
+        self.leaving.discard(node)
         self.measured.on_gone(node)
         self._forget_answers()
         return True
@@ -295,9 +298,14 @@ class Cluster:
             )
             self._sort(nothing, now)
             said = self._said[node]
-        if message.block in said.models.get(model, {}).get(Tier.GPU, ()):
+        held = said.on_device.get(model)
+        if held and message.block not in held:  # nearly always: only what it holds has changed
+            held = said.models[model][Tier.GPU] = held.union((message.block,))
+            said.on_device = {**said.on_device, model: held}
+        elif not held:
+            self._add(said, model, Tier.GPU, (message.block,))
+        else:
             return False
-        self._add(said, model, Tier.GPU, (message.block,))
         said.arrived[model, message.block] = now
         return True
 
@@ -407,7 +415,7 @@ class Cluster:
 
     def _with_whole(self, model: ModelId, blocks: int) -> frozenset[NodeId]:
         counts = self._on_disk.get(model, {}).items()
-        return frozenset(node for node, count in counts if count == blocks and self._of_node(node))
+        return frozenset(node for node, count in counts if count == blocks and self._speaks(node))
 
     def out_bytes_per_s(self, node: NodeId) -> float:
         """The rate at which a live node sends, as it states or has measured it; 0: not known."""
@@ -441,6 +449,7 @@ class Cluster:
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
         assert self.over.keys() == self._over_at.keys()
+        assert self.leaving == {node for node, info in self.nodes.items() if info.duty.leaves}
         assert self._disks in (None, self._known_disks())
         for model, (blocks, nodes) in self._whole_on_disk.items():
             holders_on_disk = self.holders(model, [Tier.DISK]).items()
@@ -479,6 +488,11 @@ class Cluster:
         if info is None or said is None or said.status.generation != info.generation:
             return None
         return said
+
+    def _speaks(self, node: NodeId) -> bool:
+        """Whether the current generation of the node has said something."""
+        info = self.nodes.get(node)
+        return info is not None and self._said[node].status.generation == info.generation
 
     def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, Blocks]]:
         said = self._of_node(node)

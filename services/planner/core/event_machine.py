@@ -263,17 +263,22 @@ class EventMachine(Growing):
                 moved = message.nbytes if message.source != message.node else 0
             self._noted(events.arrived(self.record, message, moved))
 
-    def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int) -> None:
-        """What a node holds has changed: the blocks `gained` are new."""
+    def on_holdings(
+        self, node: NodeId, held: frozenset[int], gained: Collection[int], at_ns: int
+    ) -> None:
+        """What a node holds has changed: it is `held` now, of which the blocks `gained` are new."""
         if not self.loads(node):
             return
         before = len(self._incomplete)
-        self._look(node)
-        for block in self._every.intersection(gained):
+        self._compare(node, held)
+        for block in gained:
+            if block not in held:
+                continue
             self._trust.land(node, block, self._desk.at)
             self._news_at, self._stalls = self._desk.at, 0
-            loaded = block in self._promoting.get(node, ())
-            self._count(node, block, 0 if loaded else self._model.block_bytes[block])
+            if (node, block) not in self._counted:
+                loaded = block in self._promoting.get(node, ())
+                self._count(node, block, 0 if loaded else self._model.block_bytes[block])
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
@@ -288,7 +293,10 @@ class EventMachine(Growing):
             self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
 
     def _look(self, node: NodeId) -> None:
-        if self._held(node) != self._wanted_by(node):
+        self._compare(node, self._held(node))
+
+    def _compare(self, node: NodeId, held: frozenset[int]) -> None:
+        if held != self._wanted_by(node):
             self._incomplete[node] = None
         else:
             self._incomplete.pop(node, None)

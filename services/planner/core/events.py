@@ -111,12 +111,17 @@ def arrived(record: EventRecord, message: BlockArrived, moved: int) -> EventReco
     """Takes down when a block came to a target, and that it brought `moved` bytes over links. A
     large event takes in thousands of blocks a second."""
     since, actual = record.decided_ns, record.actual
-    news = {
-        **_earlier(actual, "asked_s", (message.started_ns - since) / 1e9),
-        **_earlier(actual, "first_byte_s", (message.first_byte_ns - since) / 1e9),
-        **_later(actual, "last_block_s", (message.finished_ns - since) / 1e9),
-        **_later(actual, "ready_s", (message.ready_ns - since) / 1e9),
-    }
+    news: dict[str, float] = {}
+    asked, first = (message.started_ns - since) / 1e9, (message.first_byte_ns - since) / 1e9
+    last, ready = (message.finished_ns - since) / 1e9, (message.ready_ns - since) / 1e9
+    if actual.asked_s is None or asked < actual.asked_s:
+        news["asked_s"] = asked
+    if actual.first_byte_s is None or first < actual.first_byte_s:
+        news["first_byte_s"] = first
+    if actual.last_block_s is None or last > actual.last_block_s:
+        news["last_block_s"] = last
+    if actual.ready_s is None or ready > actual.ready_s:
+        news["ready_s"] = ready
     if not news and not moved:
         return record
     return _settled(
@@ -128,20 +133,11 @@ def arrived(record: EventRecord, message: BlockArrived, moved: int) -> EventReco
     )
 
 
-def _earlier(actual: Timings, name: str, at: float) -> dict[str, float]:
-    known = getattr(actual, name)
-    return {name: at} if known is None or at < known else {}
-
-
-def _later(actual: Timings, name: str, at: float) -> dict[str, float]:
-    known = getattr(actual, name)
-    return {name: at} if known is None or at > known else {}
-
-
 def _noted(record: EventRecord, name: str, seconds: float) -> EventRecord:
-    if not (earlier := _earlier(record.actual, name, seconds)):
+    known: float | None = getattr(record.actual, name)
+    if known is not None and known <= seconds:
         return record
-    actual = msgspec.structs.replace(record.actual, **earlier)
+    actual = msgspec.structs.replace(record.actual, **{name: seconds})
     return _settled(msgspec.structs.replace(record, actual=actual))
 
 

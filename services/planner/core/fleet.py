@@ -32,7 +32,7 @@ WHOLE_S = 30.0
 """Seconds after which they are told all of it again, and not only what has changed."""
 PACE_S = 0.02
 """The least seconds between two sets of one model."""
-PACE_PER_MEMBER_S = 1e-4
+PACE_PER_MEMBER_S = 3e-4
 """What each member adds to PACE_S: large sets take long to make, to send and to read."""
 SETTLE_S = 0.25
 """A load report that comes sooner than this after a change was published may not include it yet."""
@@ -73,7 +73,7 @@ class Fleet:
         """See `separate`."""
         self._desk = desk
         self._record = record
-        self._every = frozenset(range(record.n_blocks))
+        self.every = frozenset(range(record.n_blocks))
         self._planned: Mapping[Stages, float] = {}
         self._planning = 0
         """The number of the open question for paths; 0: none."""
@@ -148,13 +148,10 @@ class Fleet:
             instances.join(self._members, member, self._record.n_blocks)
             self._note(self._members[info.node])
 
-    def look(self, node: NodeId) -> None:
-        """What the node holds, or how fast it is, may have changed."""
-        member = self._members.get(node)
-        if member is None:
-            return
-        held, speed = self._held(node), self._speed(node, member.speed)
-        if (held, speed) != (member.held, member.speed):
+    def look(self, member: Member, held: frozenset[int]) -> None:
+        """What the member's node holds (`held` now), or how fast it is, may have changed."""
+        speed = self._speed(member.node, member.speed)
+        if held != member.held or speed != member.speed:
             self._put(msgspec.structs.replace(member, held=held, speed=speed))
 
     def limit(self, most_slots: int) -> None:
@@ -199,7 +196,7 @@ class Fleet:
         return Rules(self._record.n_blocks, stages, HOP_COST, settings.serving)
 
     def _held(self, node: NodeId) -> frozenset[int]:
-        return self._desk.cluster.executable(node, self._record.model_id) & self._every
+        return self._desk.cluster.executable(node, self._record.model_id) & self.every
 
     def _speed(self, node: NodeId, known: float) -> float:
         """Speeds stay while some node loads: a pass over a small part of the model has the same

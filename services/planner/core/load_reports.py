@@ -8,6 +8,7 @@ gateways there are.
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from math import inf
 
 from services.planner.core.demand import Demand
 from shared.ids import GatewayId, InstanceId, ModelName
@@ -94,6 +95,8 @@ class LoadReports:
         self._stale_at = float("inf")
         """Before this, no gateway has been silent for too long."""
         self._asked: dict[ModelName, Asked] = {}
+        self._oldest: float | None = None
+        """When the gateway reported that has been silent for longest; None: to be found anew."""
 
     def on_load(self, load: GatewayLoad, now: float) -> AbstractSet[ModelName]:
         """Returns the models whose load differs from what the gateway said before."""
@@ -105,6 +108,7 @@ class LoadReports:
         elif load.seq < known.seq:
             return frozenset()
         known.seq, known.at, known.fresh_from = load.seq, now, now
+        self._oldest = None
         known.takes_changes = load.takes_changes
         self._stale_at = min(self._stale_at, now + FRESH_S)
         changed = set[ModelName]()
@@ -169,6 +173,7 @@ class LoadReports:
                 for model in list(gateway.models):
                     self._replace(name, gateway, model, None)
                 del self._gateways[name]
+                self._oldest = None
         freshest = (gateway.fresh_from for gateway in self._gateways.values())
         self._stale_at = min(freshest, default=float("inf")) + FRESH_S
 
@@ -212,7 +217,9 @@ class LoadReports:
 
     def reported_since(self, at: float) -> bool:
         """Whether every gateway that still counts has reported later than `at`."""
-        return self._heard_at > at and all(each.at > at for each in self._gateways.values())
+        if self._oldest is None:
+            self._oldest = min((each.at for each in self._gateways.values()), default=inf)
+        return self._heard_at > at and self._oldest > at
 
     @property
     def take_changes(self) -> bool:
@@ -223,6 +230,8 @@ class LoadReports:
     def validate(self) -> None:
         """Raises AssertionError if a report is newer than what was heard last, does not lie under
         its model's name, or is not in the sums."""
+        oldest = min((each.at for each in self._gateways.values()), default=inf)
+        assert self._oldest in (None, oldest)
         sums: dict[ModelName, _Sum] = {}
         for gateway, known in self._gateways.items():
             assert known.at <= known.fresh_from <= self._heard_at

@@ -85,16 +85,17 @@ class ModelMachine:
     def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int = 0) -> None:
         """What a node holds of the model may have changed. `gained` is new since `at_ns` (0:
         now)."""
+        if self.standing.count:
+            self._note_released(node)
+            if self.standing.leaving(node):
+                return
         held = self._held(node)
-        self._note_released(node)
-        if self.standing.leaving(node):
-            return
         member = self.fleet.members.get(node)
         if member is not None:
-            lost = bool(member.held - held)
-            self.fleet.look(node)
+            lost = not member.held <= held
+            self.fleet.look(member, held)
             if self.event is not None:
-                self.event.on_holdings(node, gained, at_ns or self._desk.now.wall_ns)
+                self.event.on_holdings(node, held, gained, at_ns or self._desk.now.wall_ns)
             if lost and not self._loads(node):
                 self._log("warning", "a member lost blocks", node=node)
                 self._releases.leave(node)
@@ -375,8 +376,7 @@ class ModelMachine:
             self.decide_soon()
 
     def _held(self, node: NodeId) -> frozenset[int]:
-        every = range(self.record.n_blocks)
-        return self._desk.cluster.executable(node, self.record.model_id).intersection(every)
+        return self._desk.cluster.executable(node, self.record.model_id) & self.fleet.every
 
     def _is_whole(self, node: NodeId, held: Collection[int]) -> bool:
         """Whether that is all that the node has room for, and of use together with what others

@@ -276,8 +276,11 @@ class Replicas:
     @property
     def _outgoing(self) -> list[NodeInfo]:
         """The nodes of replicas whose place others are to take."""
-        nodes = (self._desk.cluster.nodes[member.node] for member in self._fleet.replicas)
-        return [info for info in nodes if info.duty.leaves]
+        cluster = self._desk.cluster
+        if not cluster.leaving:
+            return []
+        replicas = (member.node for member in self._fleet.replicas)
+        return [cluster.nodes[node] for node in replicas if cluster.leaves(node)]
 
     def _with_successors(self, decision: Decision, there: int, outgoing: int) -> Decision:
         """The decision, with a replica more for each that the load needs on nodes that leave."""
@@ -306,7 +309,7 @@ class Replicas:
     def _load_elsewhere(self) -> None:
         """Drains what loads on nodes that leave: it is given no more requests, since it will not
         serve for long."""
-        if self.event is None or self.event.over:
+        if self.event is None or self.event.over or not self._desk.cluster.leaving:
             return
         for node in self.event.lacking:
             if not self._desk.cluster.leaves(node) or self._standing.draining(node):

@@ -8,6 +8,8 @@ from shared.ids import NodeId
 from shared.messages.scaling import PullFailed, Transfer
 
 LOOK_S = 0.5
+LOOK_PER_TRANSFER_S = 2e-5
+"""What each transfer of the plan adds to LOOK_S: a look takes about a microsecond for each."""
 MAX_FAILURES = 4
 """A target that fails with senders that are well, in more revisions than this, is itself at
 fault."""
@@ -19,7 +21,7 @@ class Trust:
         """Senders that failed to deliver, or were slow. They give only what no other node has."""
         self._failures: dict[NodeId, int] = {}
         self._pace = Pace()
-        self._looked_at = float("-inf")
+        self._look_at = float("-inf")
 
     def begin(self, now: float) -> None:
         """Starts a revision, when it is sent to the nodes."""
@@ -31,7 +33,7 @@ class Trust:
     @property
     def look_at(self) -> float:
         """When slow nodes may be looked for again."""
-        return self._looked_at + LOOK_S
+        return self._look_at
 
     def slow(
         self,
@@ -41,7 +43,7 @@ class Trust:
         now: float,
     ) -> dict[NodeId, Late]:
         """Nodes that are now found to be slow, once each."""
-        self._looked_at = now
+        self._look_at = now + LOOK_S + LOOK_PER_TRANSFER_S * len(transfers)
         slow = self._pace.look(transfers, held, now, expected_s)
         self.distrusted.update(slow)
         return slow
