@@ -18,7 +18,7 @@ from services.gateway.core.commands import Emit, Scored, Served
 from services.gateway.core.demand import Demand
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger, Rules
-from services.gateway.core.moves import Moves
+from services.gateway.core.moves import Judged, Moves
 from services.gateway.core.requests import Request, State
 from services.gateway.core.routes import Route
 from services.gateway.core.setbacks import Setbacks, shun
@@ -73,7 +73,7 @@ class Model:
         self._checks = Checks(name, model_id, self.table, self._attempts, ledger, rules.check_s)
         self._setbacks = Setbacks(name, self.queue, self._attempts, self._checks, ledger, rules)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._setbacks.requeue)
-        self._moves = Moves(name, self.table, self.queue, self._attempts, ledger, rules.draw)
+        self._moves = Moves(name, self.table, self._attempts, ledger, rules.draw)
 
     @property
     def over(self) -> bool:
@@ -108,8 +108,7 @@ class Model:
         give_back(self.table.apply(new), "left the set", now)
         if self.table.version == (new.epoch, new.revision):
             self.turns.hear(new.coming, now)
-        self._moves.tell(self._moves.begin(now), new.trace)
-        self.dispatch(now)
+        self._moves.tell(self.dispatch(now), new.trace)
 
     def hear_others(self, changed: Collection[InstanceId], now: float) -> None:
         """Other gateways have said what they have running on these instances."""
@@ -286,13 +285,14 @@ class Model:
         if self.checked and not self.queue:
             self._checks.look(now)
 
-    def dispatch(self, now: float) -> None:
-        """Gives out the slots that are free now."""
+    def dispatch(self, now: float) -> list[Judged]:
+        """Gives out the slots that are free now: first to those that wait for their first token.
+        Returns what was decided for requests whose instances are moving."""
         if error := self._closed():
             for waiting in list(self.queue):
                 self._drop(waiting, error)
-            return
-        self._moves.begin(now)
+            return []
+        judged = self._moves.begin(now, with_token=False)
         self._moves.hand_over(now)
         while request := self.queue.next():
             route, why = self._choose(request, now)
@@ -306,6 +306,7 @@ class Model:
             else:
                 break
         self.queue.restore()
+        return judged + self._moves.begin(now, with_token=True)
 
     def _choose(self, request: Request, now: float) -> tuple[Route | None, str]:
         """The route for a request, and why; None: it waits."""

@@ -1,6 +1,9 @@
-"""Which requests leave a path once replicas can take them over, when, and the record of it."""
+"""Which requests leave a path once replicas can take them over, when, and the record of it.
 
-from collections.abc import Sized
+A request that has its first token goes on where it is, however slowly. So a free slot goes first to
+requests of paths that wait for theirs, then to the queue, and only then to those that have it.
+"""
+
 from dataclasses import dataclass
 from statistics import fmean
 
@@ -33,33 +36,29 @@ class Moves:
         self,
         name: ModelName,
         table: Table,
-        queue: Sized,
         attempts: Attempts,
         ledger: Ledger,
         draw: routing.Draw,
     ) -> None:
-        """`queue`: the requests that wait for an instance."""
         self._draw = draw
         self._name = name
         self._table = table
-        self._queue = queue
         self._attempts = attempts
         self._ledger = ledger
 
-    def begin(self, now: float) -> list[Judged]:
-        """Submits elsewhere the requests that better leave their path, as far as there is room.
+    def begin(self, now: float, *, with_token: bool) -> list[Judged]:
+        """Submits elsewhere the requests that better leave their path, as far as there is room: of
+        those that have their first token, or of the others.
 
         A request that finds no room goes on where it is. That is better than to wait in the queue.
         """
         judged: list[Judged] = []
         routes = self._table.routes.values()
-        lasting = sum(route.instance.lasts for route in routes)
-        queued = len(self._queue) / max(1, lasting)
         moving = [
             (request, route)
             for route in self._table.moving
             for request in route.runs()
-            if request.move is None and not request.suspect
+            if request.move is None and not request.suspect and request.has_token == with_token
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
             target = routing.refuge(routes, now, request.shunned)
@@ -68,7 +67,7 @@ class Moves:
             if target is None:
                 continue
             costs = None
-            if request.has_token:
+            if with_token:
                 context = len(request.prompt) + len(request.tokens)
                 costs = routing.switch(
                     self._table,
@@ -76,9 +75,9 @@ class Moves:
                     target,
                     remaining=request.remaining,
                     context=context,
-                    behind=queued + target.unanswered,
+                    behind=target.unanswered,
                 )
-            stays = costs.stays if costs else not request.has_token and _runs(source, target)
+            stays = costs.stays if costs else not with_token and _runs(source, target)
             judged.append(Judged(request, source, costs, stays))
             if not stays:
                 self._attempts.begin_move(request, target, now)
@@ -144,8 +143,8 @@ def _mean(judged: list[Judged]) -> routing.Switch | None:
     return routing.Switch(fmean(c.stay_s for c in costs), fmean(c.move_s for c in costs))
 
 
-def _turn(request: Request) -> tuple[bool, int, int]:
-    """The order in which requests move: first those that wait for their first token, then those
-    that have the least KV to compute anew, and of these the ones with the most tokens to come."""
+def _turn(request: Request) -> tuple[int, int]:
+    """The order in which requests move: first those that have the least KV to compute anew, and of
+    these the ones with the most tokens to come."""
     context = len(request.prompt) + len(request.tokens)
-    return request.has_token, context, -request.remaining
+    return context, -request.remaining

@@ -61,6 +61,20 @@ def test_a_request_stays_while_others_wait_for_their_first_token() -> None:
     assert sent(driver.give("c", 1, 0)) == [("a", "replica-2", 2)]
 
 
+def test_a_free_slot_goes_to_those_that_wait_for_their_first_token() -> None:
+    """To what waits on a path that moves, then to the queue. What has its token keeps its path."""
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=50, every_s=1.0)
+    driver.admit("b", prompt=10)
+    driver.publish(path(1, 2, state=InstanceState.MOVING))
+    driver.admit("c", prompt=10)
+    after = path(1, 2, state=InstanceState.MOVING), replica(3, slots=1)
+    assert sent(driver.publish(*after)) == [("b", "replica-3", 2)]
+    driver.take("b", 2)
+    assert sent(driver.give("b", 2, 0, finish="length")) == [("c", "replica-3", 1)]
+    assert sent(driver.give("c", 1, 0, finish="length")) == [("a", "replica-3", 2)]
+
+
 def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
     driver = Driver(path(1, 2))
     streaming(driver, tokens=90, every_s=1.0)
