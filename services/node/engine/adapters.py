@@ -15,7 +15,7 @@ rows of all modules, and `b` is zero where an output is not of the row's module.
 import ctypes
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Weights
 from services.node.engine.huge_pages import HugePages
 from services.node.engine.linear import linear
+from services.node.engine.share import WHOLE, Share
 from services.node.engine.weights import BlockTensors
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -91,6 +92,8 @@ class Adapter:
     """What is added, by the number of the layer and the place. Empty if kernels run the base."""
     given: Mapping[int, GivenLayer]
     """The same, for the kernels."""
+    others: Any = None
+    """What other ranks make their shares of, until they have it (`ranks.py`)."""
 
 
 def read_adapter(
@@ -100,9 +103,11 @@ def read_adapter(
     device: torch.device,
     *,
     compiled: bool,
+    share: Share = WHOLE,
 ) -> Adapter:
     """`weights`: the bytes of the adapter's block, which are verified, and may be reused
-    afterwards. `compiled`: whether the base runs on the kernels for CPUs."""
+    afterwards. `compiled`: whether the base runs on the kernels for CPUs. `share`: whose outputs
+    are wanted."""
     found = _Tensors(manifest.blocks[0], weights, "stored").named
     shapes, scaling = linear_shapes(config), float(manifest.config["scaling"])
     # On a CPU, memory that is new takes longer to get than to fill, unless it comes in huge pages.
@@ -112,8 +117,9 @@ def read_adapter(
     stride = 0
     for layer in range(config.n_layers):
         for place, targets in FUSED.items():
+            own = share.heads if place == "qkv" else share.outputs
             modules = [
-                _Module(shapes[name][0], found.get(name + A), found.get(name + B))
+                _module(own(shapes[name][0]), found.get(name + A), found.get(name + B))
                 for name in (f"model.layers.{layer}.{target}" for target in targets)
                 if name in shapes
             ]
@@ -135,6 +141,10 @@ class _Tensors(BlockTensors):
     def named(self) -> dict[str, Tensor]:
         """Views of all tensors."""
         return {name: self._view(spec).cpu() for name, spec in self._specs.items()}
+
+
+def _module(own: range, a: Tensor | None, b: Tensor | None) -> "_Module":
+    return _Module(len(own), a, None if b is None else b[own.start : own.stop])
 
 
 class _Module(NamedTuple):

@@ -28,6 +28,7 @@ from services.node.engine.ranks import LeadDecoder, Ranks
 from services.node.engine.share import WHOLE, check_divides
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
+from services.node.engine.team import DropAdapter
 from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
@@ -189,9 +190,7 @@ class TorchEngine:
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
         if isinstance(network, LeadDecoder):
-            raise UnsupportedModel(
-                f"adapters of model {base} need a node whose node.tensor_parallel is 1"
-            )
+            return partial(network.make_adapter, manifest)
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
             raise UnsupportedModel(
@@ -201,12 +200,15 @@ class TorchEngine:
         return lambda weights: read_adapter(manifest, weights, config, device, compiled=compiled)
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        if self._ranks is not None:
+            adapter = self._ranks.use_adapter(name, adapter)
         self._adapters[name] = adapter
 
     def drop_adapter(self, name: ModelId) -> None:
         if self._kv.uses(name):
             raise Conflict(f"sequences run with adapter {name}")
-        self._adapters.pop(name, None)
+        if self._adapters.pop(name, None) is not None and self._ranks is not None:
+            self._ranks.tell(DropAdapter(name))
 
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         self._model(model_id).processors.use_tokenizer(tokenizer_json)

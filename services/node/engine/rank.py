@@ -9,13 +9,14 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
+from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.linear import Form
@@ -28,6 +29,7 @@ from services.node.engine.team import (
     Channel,
     CloseModel,
     Done,
+    DropAdapter,
     Head,
     OpenModel,
     Order,
@@ -35,6 +37,7 @@ from services.node.engine.team import (
     Run,
     Shared,
     Team,
+    UseAdapter,
     UseCache,
     UseRoom,
     head_room,
@@ -46,6 +49,7 @@ from shared.errors import as_typed
 from shared.ids import ModelId
 
 _PR_SET_PDEATHSIG = 1
+CPU = torch.device("cpu")
 
 
 class Rank:
@@ -59,6 +63,7 @@ class Rank:
         self._packed = PackedBlocks(Shelf(), form, compiled, kept_bytes)
         self._cache = torch.empty(0, dtype=torch.uint8)
         self._models: dict[ModelId, Model] = {}
+        self._adapters: dict[ModelId, Adapter] = {}
         self._stepping: tuple[Model, KernelStep] | None = None
 
     def obey(self, order: Order, descriptor: int | None) -> Done | None:
@@ -74,6 +79,10 @@ class Rank:
                 return self._attach(order)
             case CloseModel():
                 self._close(order)
+            case UseAdapter():
+                self._adapters[order.name] = self._adapter(order, _taken(descriptor))
+            case DropAdapter(name=name):
+                self._adapters.pop(name, None)
             case Plan(model=model_id, plan=plan):
                 model = self._models[model_id]
                 self._stepping = model, cast(Decoder, model.network).planned(plan)
@@ -85,14 +94,14 @@ class Rank:
 
     def _open(self, order: OpenModel) -> None:
         manifest = order.manifest
-        config = read_config(manifest.config)
-        assert isinstance(config, ModelConfig)
+        config = _decoder_config(manifest.config)
         decoder = Decoder(
             config,
             check_manifest(manifest, config),
-            torch.device("cpu"),
+            CPU,
             order.longest,
             compiled=self._compiled,
+            adapters=self._adapters,
             team=self._team,
         )
         self._models[order.model] = Model(manifest, decoder, Processors(manifest.config))
@@ -118,6 +127,10 @@ class Rank:
         if not self._models:
             self._cache = torch.empty(0, dtype=torch.uint8)
 
+    def _adapter(self, order: UseAdapter, shared: Shared) -> Adapter:
+        config, share = _decoder_config(order.base), self._team.share
+        return read_adapter(order.manifest, shared.bytes, config, CPU, compiled=True, share=share)
+
     def _run(self, order: Run) -> None:
         assert self._stepping is not None
         model, step = self._stepping
@@ -135,12 +148,15 @@ class Rank:
         self._team.meet()
 
 
+def _decoder_config(raw: dict[str, Any]) -> ModelConfig:
+    config = read_config(raw)
+    assert isinstance(config, ModelConfig)
+    return config
+
+
 def _taken(descriptor: int | None) -> Shared:
     assert descriptor is not None
-    try:
-        return Shared(descriptor)
-    finally:
-        os.close(descriptor)
+    return Shared(descriptor)
 
 
 def die_with(parent: int) -> None:

@@ -16,12 +16,14 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
+import msgspec
 import torch
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
-from services.node.engine.adapters import Adapter
+from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.attention import Span
 from services.node.engine.base import Bell
 from services.node.engine.decoder import Decoder
@@ -41,6 +43,7 @@ from services.node.engine.team import (
     Run,
     Shared,
     Team,
+    UseAdapter,
     UseCache,
     UseRoom,
     head_room,
@@ -51,7 +54,6 @@ from services.node.engine.weights import HeadUnit, LayerUnit
 from services.node.memory.views import Memory, find
 from shared.errors import (
     BadInput,
-    CapacityExceeded,
     ConfigError,
     EngineFailed,
     LambdaScaleError,
@@ -89,7 +91,7 @@ class Ranks(Team):
             )
         for rank in range(1, degree):
             self._start(rank, threads, form, kept_bytes)
-        os.close(self._place.descriptor)
+        self._place.close()
         self.hear()
 
     def _start(self, rank: int, threads: int, form: Form, kept_bytes: int) -> None:
@@ -151,6 +153,12 @@ class Ranks(Team):
         self._cache = self._share(nbytes, UseCache())
         return self._cache
 
+    def use_adapter(self, name: ModelId, adapter: Adapter) -> Adapter:
+        """All ranks take it. Returns it without the bytes."""
+        order, shared = adapter.others
+        self.tell(msgspec.structs.replace(order, name=name), shared.descriptor)
+        return replace(adapter, others=None)
+
     def place_of(self, kv: torch.Tensor) -> tuple[int, int]:
         """(where the layers begin in the memory for KV, how far each is from the next), in
         bytes."""
@@ -160,14 +168,8 @@ class Ranks(Team):
         return self._share(nbytes + nbytes // 2, UseRoom())
 
     def _share(self, nbytes: int, order: Order) -> torch.Tensor:
-        try:
-            shared = Shared.new(nbytes)
-        except OSError as error:
-            raise CapacityExceeded(f"no {nbytes} bytes to share with ranks: {error}") from error
-        try:
-            self.tell(order, shared.descriptor)
-        finally:
-            os.close(shared.descriptor)
+        shared = Shared.new(nbytes)
+        self.tell(order, shared.descriptor)
         return shared.bytes
 
     def hear(self) -> list[LambdaScaleError]:
@@ -215,7 +217,7 @@ class LeadDecoder(Decoder):
             adapters=adapters,
             team=ranks,
         )
-        self._model = model
+        self._model, self._manifest = model, manifest
         self._ranks = ranks
         ranks.tell(OpenModel(model, manifest, longest))
 
@@ -230,6 +232,16 @@ class LeadDecoder(Decoder):
             errors = self._ranks.hear()
         if errors:
             raise errors[0]
+
+    def make_adapter(self, manifest: Manifest, weights: memoryview) -> Adapter:
+        """This rank's share, with the bytes for the others."""
+        made = read_adapter(
+            manifest, weights, self.config, self.device, compiled=True, share=self._ranks.share
+        )
+        order = UseAdapter(ModelId(""), manifest, self._manifest.config)
+        shared = Shared.new(len(weights))
+        shared.bytes.numpy().data[:] = weights
+        return replace(made, others=(order, shared))
 
     def close(self, *, asleep: bool) -> None:
         self._ranks.tell(CloseModel(self._model, asleep))

@@ -46,21 +46,13 @@ class Share:
         return range(min(first, total), min(stop, total))
 
     def heads(self, total: int) -> range:
-        """The heads of this rank, of `total`, which `check_divides` has seen."""
+        """The heads of this rank, of `total`, or the outputs of these heads, of all heads'. The
+        degree divides the number of heads (`check_divides`)."""
         each = total // self.of
         return range(self.rank * each, (self.rank + 1) * each)
 
-    def attention(self, config: ModelConfig) -> tuple[range, range, range]:
-        """The outputs of queries, keys and values that are this rank's, of each by itself."""
-        kv = _scaled(self.heads(config.n_kv_heads), config.head_dim)
-        return _scaled(self.heads(config.n_heads), config.head_dim), kv, kv
-
 
 WHOLE = Share()
-
-
-def _scaled(heads: range, size: int) -> range:
-    return range(heads.start * size, heads.stop * size)
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> torch.Tensor:

@@ -8,8 +8,10 @@ import mmap
 import os
 import socket
 import struct
+import weakref
 from collections.abc import Callable
 from itertools import accumulate
+from typing import Any
 
 import msgspec
 import torch
@@ -20,7 +22,7 @@ from services.node.engine.linear import Packed
 from services.node.engine.share import Share
 from services.node.engine.step import StepPlan
 from services.node.engine.weights import HeadUnit
-from shared.errors import EngineFailed
+from shared.errors import CapacityExceeded, EngineFailed
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -32,21 +34,23 @@ class Shared:
     """Memory that all ranks map."""
 
     def __init__(self, descriptor: int, *, copied: bool = False) -> None:
-        """Maps the whole of a memfd. `copied`: what is written stays in this process."""
-        self.descriptor = descriptor
+        """Maps the whole of a memfd, and closes it when nobody has this object any more. `copied`:
+        what is written stays in this process."""
         access = mmap.ACCESS_COPY if copied else mmap.ACCESS_WRITE
         self.bytes = torch.frombuffer(mmap.mmap(descriptor, 0, access=access), dtype=torch.uint8)
+        self.descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
 
     @classmethod
     def new(cls, nbytes: int) -> "Shared":
-        """OSError: there is no memory. The caller closes the descriptor."""
+        """CapacityExceeded: there is no memory."""
         descriptor = os.memfd_create("lambdascale-ranks", os.MFD_CLOEXEC)
         try:
             os.ftruncate(descriptor, nbytes)
             return cls(descriptor)
-        except OSError:
+        except OSError as error:
             os.close(descriptor)
-            raise
+            raise CapacityExceeded(f"no {nbytes} bytes to share with ranks: {error}") from error
 
 
 class Team:
@@ -145,7 +149,31 @@ class Head(_Order, frozen=True):
     rows: int
 
 
-Order = UseRoom | UseCache | OpenModel | AttachBlock | CloseModel | Plan | Run | Head
+class UseAdapter(_Order, frozen=True):
+    """Make your share of an adapter runnable. The memory with its block's bytes comes along."""
+
+    name: ModelId
+    manifest: Manifest
+    base: dict[str, Any]
+    """The config of its base."""
+
+
+class DropAdapter(_Order, frozen=True):
+    name: ModelId
+
+
+Order = (
+    UseRoom
+    | UseCache
+    | OpenModel
+    | AttachBlock
+    | CloseModel
+    | UseAdapter
+    | DropAdapter
+    | Plan
+    | Run
+    | Head
+)
 
 
 class Done(msgspec.Struct, frozen=True):

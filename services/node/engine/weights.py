@@ -218,7 +218,7 @@ class DecoderTensors(BlockTensors):
         """Queries, keys and values of the share's heads."""
         whole = self._matrix(prefix, ("q_proj", "k_proj", "v_proj"))
         sizes = [n * config.head_dim for n in (config.n_heads, *2 * (config.n_kv_heads,))]
-        own = self._share.attention(config)
+        own = [self._share.heads(size) for size in sizes]
         weight, bias = (None if each is None else cut(each, sizes, own) for each in whole)
         assert weight is not None
         return self._formed(weight, bias)

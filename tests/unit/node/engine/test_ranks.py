@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path as Folder
 from typing import Any
 
 import pytest
@@ -17,8 +18,10 @@ from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
+from shared.ids import NO_ADAPTER
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
+from tests.unit.node.engine.test_adapters import SPECS, Adapted, with_adapter
 from tests.unit.node.engine.test_against_transformers import FORMS
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
@@ -167,6 +170,31 @@ def test_kv_goes_over_between_degrees(divided: Divided) -> None:
         rest = row(key, pages, PROMPT[pages:], draw=0)
         (tokens,) = path.run([rest])
         assert list(tokens) == model.expected_tokens(PROMPT, 1)
+
+
+def test_adapters_of_one_batch(divided: Divided, tmp_path: Folder, logits: Logits) -> None:
+    model, specs = model_for(divided), [SPECS[name] for name in ("all", "q_and_v", "high_rank")]
+    adapted = Adapted(tmp_path, model)
+
+    def drive(engine: TorchEngine) -> tuple[tuple[int, ...], ...]:
+        names = [adapted.add(engine, spec) for spec in specs]
+        rows = [
+            with_adapter(row(str(i), 0, PROMPT, draw=0), name)
+            for i, name in enumerate((*names, NO_ADAPTER))
+        ]
+        sampled = run(engine, part(rows, 0, model.n_blocks)).sampled
+        engine.free(tuple(one.sequence for one in rows))
+        for name in names:
+            engine.drop_adapter(name)
+        return sampled
+
+    with divided.holding(model) as path:
+        tokens = drive(path.stages[0][0])
+    together = logits.take()
+    assert drive(model.engine()) == tokens
+    assert torch.equal(together, logits.take())
+    for (token,), spec in zip(tokens, specs, strict=False):
+        assert [token] == adapted.oracle(spec).expected_tokens(PROMPT, 1)
 
 
 def refused_models() -> dict[str, tuple[dict[str, Any], str]]:
