@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from services.node.checkpoints.store import Imported, Store
 from services.node.engine.engine import TorchEngine
 from services.node.engine.linear import Form
+from services.node.engine.ranks import Ranks
 from services.node.execution.steps import Steps
 from services.node.memory.arena import Arena
 from shared.errors import EngineFailed
@@ -42,13 +43,16 @@ class Ours:
         threads: int,
         form: Form = "packed",
         speculation: int = 0,
+        tensor_parallel: int = 1,
     ) -> None:
         manifest = imported.manifest
         self.model: ModelId = imported.model_id
         self.manifest = manifest
         self._form = form
         context = int(manifest.config["max_position_embeddings"])
-        self.engine = TorchEngine("cpu", slots * context, threads, cpu_weights=form)
+        self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
+        ranks = Ranks(tensor_parallel, self._arena.memory) if tensor_parallel > 1 else None
+        self.engine = TorchEngine("cpu", slots * context, threads, cpu_weights=form, ranks=ranks)
         self.steps = Steps(
             node=NODE,
             engine=self.engine,
@@ -60,7 +64,6 @@ class Ours:
             ran=lambda *_: self._swept(),
         )
         self.steps.open_model(self.model, manifest)
-        self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
         for index, block in enumerate(manifest.blocks):
             buffer = self._arena.allocate(block.nbytes).memory
             store.fill(self.model, index, buffer)

@@ -1,62 +1,86 @@
-"""Nodes that run each model with several processes, in a real cluster: a replica, a path, and a
-rank that is killed."""
+"""Nodes that run each model with two processes, in a real cluster: replicas, paths while blocks
+arrive, and what is left when a rank or a node is killed."""
 
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 
-from tests.support.cluster import Oracle, Running, prompts, running
+from shared import subjects
+from shared.messages.scaling import ScaleAccepted, SetInstances
+from tests.support.cluster import LIMIT_S, MODEL, Answer, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
+TOKENS = 100
+"""5 s with these steps."""
 SETTINGS = {
     "LAMBDASCALE_NODE_TENSOR_PARALLEL": "2",
+    "LAMBDASCALE_NODE_LINK_BYTES_PER_S": "200000",  # a copy of 0.6 MB takes 3 s
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
+    "LAMBDASCALE_NODE_SLOTS": "4",
+    "LAMBDASCALE_NODE_SPECULATION": "0",  # or answers of random weights end before the blocks come
     "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
 }
 
 
 def ranks_of(pid: int) -> list[int]:
     """The children of a process that are ranks."""
-    found: list[int] = []
-    if not Path(f"/proc/{pid}/task").exists():
-        return found
+    found = []
     for tasks in Path(f"/proc/{pid}/task").iterdir():
         for child in map(int, (tasks / "children").read_text().split()):
-            if b"services.node.engine.rank" in Path(f"/proc/{child}/cmdline").read_bytes():
+            if is_rank(child):
                 found.append(child)
     return found
 
 
-async def test_replicas_paths_and_a_rank_that_is_killed(
-    tmp_path: Path, checkpoint: Path, oracle: Oracle
-) -> None:
-    async with running(tmp_path, checkpoint, nodes=2, settings=SETTINGS, min_instances=2) as up:
-        nodes = {name: ranks_of(up.pid(name)) for name in ("node-0", "node-1")}
-        assert [len(ranks) for ranks in nodes.values()] == [1, 1]
-        asked = prompts(4, TINY.vocab_size)
-        answers = await up.ask_all(asked, 20)
-        assert {answer.error for answer in answers} == {""}
-        assert [answer.tokens for answer in answers] == oracle.tokens(asked, 20)
+def is_rank(pid: int) -> bool:
+    try:
+        return b"services.node.engine.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
 
-        stages = await up.path("node-0", "node-1")
+
+def wait_for_the_end(ranks: list[int]) -> None:
+    until = time.monotonic() + LIMIT_S
+    while any(map(is_rank, ranks)):
+        assert time.monotonic() < until, f"ranks {ranks} outlive their node"
+        time.sleep(0.01)
+
+
+async def test_every_token_is_exact(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:
+    async with running(tmp_path, checkpoint, nodes=2, settings=SETTINGS) as up:
+        asked = prompts(6, TINY.vocab_size)
+        ranks = {name: ranks_of(up.pid(name)) for name in ("node-0", "node-1")}
+        assert [len(each) for each in ranks.values()] == [1, 1]
+
+        # A second replica loads meanwhile: paths, and requests that move.
+        streams = asyncio.create_task(up.ask_all(asked, TOKENS))
+        message = SetInstances(name=MODEL, instances=2)
+        await up.bus.request(subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=60.0)
+        await up.replicas(2)
+        check(oracle, asked, await streams)
+        assert up.watch.partial_tokens
+        assert up.watch.switched
+
+        stages = await up.path("node-1", "node-0")
         assert [await up.over_path(stages, asked[0], 12)] == oracle.tokens(asked[:1], 12)
 
-        await killed_while_serving(up, asked, oracle, nodes["node-1"])
+        # The node of a killed rank ends, and its requests go on at the other.
+        streams = asyncio.create_task(up.ask_all(asked, TOKENS))
+        await up.until(lambda: running_requests(up) == len(asked), "all streams")
+        os.kill(ranks["node-1"][0], signal.SIGKILL)
+        check(oracle, asked, await streams)
+        await up.until(lambda: len(up.watch.replicas) == 1, "one replica")
+
+        up.kill("node-0")
+        await asyncio.to_thread(wait_for_the_end, ranks["node-0"] + ranks["node-1"])
 
 
-async def killed_while_serving(
-    up: Running, asked: list[list[int]], oracle: Oracle, ranks: list[int]
-) -> None:
-    """The node of the rank ends, and its requests go on at the other, exactly."""
-    streams = asyncio.gather(*(up.ask(prompt, 60) for prompt in asked))
-    await up.until(lambda: up.watch.load is not None and up.watch.load.running_requests == 4,
-                   "four streams")  # fmt: skip
-    node = up.pid("node-1")
-    for rank in ranks:
-        os.kill(rank, signal.SIGKILL)
-    answers = await streams
+def running_requests(up: Running) -> int:
+    return up.watch.load.running_requests if up.watch.load else 0
+
+
+def check(oracle: Oracle, asked: list[list[int]], answers: list[Answer]) -> None:
     assert {answer.error for answer in answers} == {""}
-    assert [answer.tokens for answer in answers] == oracle.tokens(asked, 60)
-    await up.replicas(1)
-    assert ranks_of(node) == []
+    assert [answer.tokens for answer in answers] == oracle.tokens(asked, TOKENS)

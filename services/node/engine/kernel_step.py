@@ -8,6 +8,7 @@ threads.
 import ctypes
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from itertools import accumulate, chain, takewhile
 from typing import Protocol
 from weakref import WeakKeyDictionary
@@ -20,7 +21,7 @@ from services.node.engine import kernels
 from services.node.engine.adapters import Adapter
 from services.node.engine.attention import Attention
 from services.node.engine.base import Bell
-from services.node.engine.experts import add_experts
+from services.node.engine.experts import AddExperts, add_experts, add_shared_experts
 from services.node.engine.linear import Packed
 from services.node.engine.ops import TorchOps
 from services.node.engine.rope import Rotations
@@ -126,11 +127,17 @@ class KernelStep:
             normed, qkv, queries, scores, attended, gated = workspace.take(*sizes, *read)
         else:
             normed, qkv, queries, scores = workspace.take(*sizes)
-            hidden, *others = team.take(rows * width * decoder.dtype.itemsize, *read)
+            per_token = config.experts.per_token if config.experts else 0
+            added = rows * per_token * width * torch.float32.itemsize
+            hidden, *others = team.take(rows * width * decoder.dtype.itemsize, *read, added)
             self.hidden = hidden.view(decoder.dtype).view(rows, width)
-            attended, gated = (each.data_ptr() for each in others)
+            attended, gated = (each.data_ptr() for each in others[:2])
+            room = others[2].view(torch.float32).view(-1, width)
         # What the experts take lies first in the workspace's memory; this keeps it alive, too.
         self._normed = (workspace.memory, inner)
+        self._add_experts: AddExperts = add_experts
+        if team is not None:
+            self._add_experts = partial(add_shared_experts, team=team, room=room)
         cos, sin = decoder.rotations.until(plan.longest)
         # The kernels know these only by address: this keeps the memory alive.
         self._kept: tuple[object, ...] = (cos, sin, plan, team)
@@ -192,7 +199,7 @@ class KernelStep:
                 first = last
             if isinstance(layer.mlp, ExpertMlp):
                 assert self._experts is not None
-                add_experts(hidden, normed, layer.mlp, self._experts)
+                self._add_experts(hidden, normed, layer.mlp, self._experts)
 
     def _call(
         self,

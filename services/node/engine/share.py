@@ -8,6 +8,7 @@ microsecond each, and the bits stay those of one process. So a request may go on
 another degree, with its KV, and gets the same tokens.
 
 - Attention: whole heads, a KV head with the query heads of its group.
+- Experts: whole ones. What each adds is summed in their order, as one process would.
 - All other products, the head's among them: runs of UNIT outputs.
 - The embedding is looked up by rank 0 alone: that reads one row for each token.
 """
@@ -51,6 +52,9 @@ class Share:
         each = total // self.of
         return range(self.rank * each, (self.rank + 1) * each)
 
+    def experts(self, total: int) -> range:
+        return range(total * self.rank // self.of, total * (self.rank + 1) // self.of)
+
 
 WHOLE = Share()
 
@@ -73,11 +77,6 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> tor
 
 def check_divides(degree: int, config: ModelConfig, dtype: torch.dtype) -> None:
     """UnsupportedModel if so many ranks cannot run the model."""
-    if config.experts is not None:
-        raise UnsupportedModel(
-            f"node.tensor_parallel is {degree}, and models with experts are not divided: serve "
-            f"this one on nodes where it is 1"
-        )
     if dtype not in kernels.DTYPES:
         raise UnsupportedModel(
             f"node.tensor_parallel is {degree}, and models in {dtype} are not divided: serve this "

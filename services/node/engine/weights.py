@@ -37,8 +37,10 @@ class Mlp:
 class ExpertMlp:
     router: Linear
     """In float32, because rounding would decide between experts whose scores are nearly tied."""
+    experts: range
+    """Those that are here: all, unless other ranks have others."""
     gate_up: tuple[Gate, ...]
-    """One for each expert, as in `down`."""
+    """One for each of these experts, as in `down`."""
     down: tuple[Linear, ...]
     matrices: tuple[torch.Tensor, torch.Tensor]
     """The same weights as the checkpoint stores them: GATE_UP and DOWN (families.family)."""
@@ -232,20 +234,22 @@ class DecoderTensors(BlockTensors):
     def _mlp(self, prefix: str) -> Mlp:
         weight, bias = self._matrix(prefix, ("gate_proj", "up_proj"))
         down = self._matrix(prefix, ("down_proj",))
-        return Mlp(self._gate(weight, bias), self._divided(*down))
+        return Mlp(self._gate(weight, bias, self._share), self._divided(*down))
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
+        own = self._share.experts(len(down))
         return ExpertMlp(
             router=linear(self._joined([prefix + ROUTER]).float(), None, "stored"),
-            gate_up=tuple(map(self._gate, gate_up)),
-            down=tuple(map(self._formed, down)),
+            experts=own,
+            gate_up=tuple(self._gate(gate_up[expert], None, WHOLE) for expert in own),
+            down=tuple(self._formed(down[expert]) for expert in own),
             matrices=(gate_up, down),
         )
 
-    def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Gate:
+    def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None, share: Share) -> Gate:
         size = len(weight) // 2
-        own = self._share.outputs(size)
+        own = share.outputs(size)
         weight = cut(weight, (size, size), (own, own))
         bias = None if bias is None else cut(bias, (size, size), (own, own))
         among = Among(own.start, size)

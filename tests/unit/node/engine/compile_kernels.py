@@ -113,7 +113,8 @@ def mix(dtype: torch.dtype, rows: int) -> None:
     config = ExpertsConfig(8, 2, 256, True, {})
     x = torch.zeros(rows, 128, dtype=dtype)
     gate_up, down = x.new_zeros(8, 512, 128), x.new_zeros(8, 128, 256)
-    mlp = ExpertMlp(linear(torch.zeros(8, 128), None, "stored"), (), (), (gate_up, down))
+    router = linear(torch.zeros(8, 128), None, "stored")
+    mlp = ExpertMlp(router, range(0), (), (), (gate_up, down))
     triton_experts.add_experts(x, x, mlp, config)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from services.node.core.kv import PAGE
 from services.node.engine.engine import TorchEngine
+from services.node.engine.linear import Form
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
@@ -27,8 +28,7 @@ from tests.unit.node.engine.test_against_transformers import FORMS
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
 ONE_KV_HEAD = ("mqa", "unaligned")
-WITH_EXPERTS = tuple(name for name in FORMS if "moe" in name or "mixtral" in name)
-DENSE = [name for name in FORMS if name not in (*ONE_KV_HEAD, *WITH_EXPERTS)]
+DIVISIBLE = [name for name in FORMS if name not in ONE_KV_HEAD]
 FOUR_KV_HEADS: dict[str, Any] = {"num_attention_heads": 8, "num_key_value_heads": 4}
 PROMPT = random.Random(3).choices(range(96), k=70)
 COUNT = 12
@@ -39,11 +39,11 @@ DEGREES = (2, 4)
 class Divided:
     """An engine of a degree, which serves one test after the other."""
 
-    def __init__(self, degree: int) -> None:
+    def __init__(self, degree: int, form: Form = "packed") -> None:
         self.degree = degree
         self._arena = Arena(8 << 20)
         self.ranks = Ranks(degree, self._arena.memory)
-        self.engine = TorchEngine("cpu", 4096, threads=degree, ranks=self.ranks)
+        self.engine = TorchEngine("cpu", 4096, threads=degree, cpu_weights=form, ranks=self.ranks)
 
     @contextmanager
     def holding(self, model: Model, start: int = 0, stop: int | None = None) -> Iterator[Path]:
@@ -76,7 +76,7 @@ def model_for(divided: Divided, form: str = "gqa", **changes: Any) -> Model:
     return make_model(seed=3, **{**FORMS[form], **heads, **changes})
 
 
-@pytest.mark.parametrize("form", DENSE)
+@pytest.mark.parametrize("form", DIVISIBLE)
 def test_every_form_has_the_bits_of_one_process(
     divided: Divided, form: str, logits: Logits
 ) -> None:
@@ -88,6 +88,17 @@ def test_every_form_has_the_bits_of_one_process(
     assert torch.equal(together, logits.take())
     expected = model.expected_logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
     assert tokens == expected.argmax(-1).tolist()
+
+
+@pytest.mark.parametrize("form", ["mixtral", "qwen3_moe_mixed"])
+def test_experts_in_bf16_and_in_batches(divided: Divided, form: str, logits: Logits) -> None:
+    model = model_for(divided, form, dtype="bfloat16")
+    rows = [row(str(i), 0, PROMPT[i : i + 9], draw=0) for i in range(5)]
+    with divided.holding(model) as path:
+        tokens = path.run(rows)
+    together = logits.take()
+    assert Path(model).run(rows) == tokens
+    assert torch.equal(together, logits.take())
 
 
 def test_bf16_and_shares_of_different_sizes(divided: Divided, logits: Logits) -> None:
@@ -102,6 +113,18 @@ def test_bf16_and_shares_of_different_sizes(divided: Divided, logits: Logits) ->
         tokens = path.generate(PROMPT, COUNT)
     together = logits.take()
     assert Path(model).generate(PROMPT, COUNT) == tokens
+    assert torch.equal(together, logits.take())
+
+
+def test_weights_of_8_bits(logits: Logits) -> None:
+    model = make_model()
+    model.cpu_weights = "int8"
+    made = Divided(2, "int8")
+    with made.holding(model) as path:
+        tokens = path.generate(PROMPT, 3)
+    made.ranks.close()
+    together = logits.take()
+    assert Path(model).generate(PROMPT, 3) == tokens
     assert torch.equal(together, logits.take())
 
 
@@ -200,7 +223,6 @@ def test_adapters_of_one_batch(divided: Divided, tmp_path: Folder, logits: Logit
 def refused_models() -> dict[str, tuple[dict[str, Any], str]]:
     return {
         "mqa": (FORMS["mqa"], "does not divide this model's 1 KV heads"),
-        "experts": (FORMS["mixtral"], "models with experts are not divided"),
         "float16": ({**FOUR_KV_HEADS, "dtype": "float16"}, "torch.float16 are not divided"),
     }
 

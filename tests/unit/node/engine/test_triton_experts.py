@@ -24,6 +24,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 def mlp_of(router: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> ExpertMlp:
     return ExpertMlp(
         router=linear(router, None, "stored"),
+        experts=range(len(down)),
         gate_up=tuple(gate(each, None, "stored", TorchOps().silu_times) for each in gate_up),
         down=tuple(linear(each, None, "stored") for each in down),
         matrices=(gate_up, down),
