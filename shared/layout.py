@@ -19,6 +19,9 @@ from shared.errors import BadInput, CorruptCheckpoint
 from shared.ids import ModelId
 
 ALIGN = 256
+PAGE = 4096
+"""Bytes of a page of memory."""
+LARGE = 64 * PAGE
 DIGEST_BYTES = 32
 
 
@@ -83,6 +86,12 @@ class Manifest(msgspec.Struct, frozen=True):
         """(offset, length) of consecutive chunks within their block, in bytes."""
         first, _ = self.chunk_range(block, chunks[0])
         return first, sum(self.chunk_range(block, chunks[-1])) - first
+
+
+def room_of(nbytes: int) -> int:
+    """What a block takes of an arena, at most: large ones begin at a page
+    (services/node/memory/arena.py)."""
+    return nbytes + (PAGE if nbytes >= LARGE else ALIGN)
 
 
 _encoder = msgspec.msgpack.Encoder(order="deterministic")

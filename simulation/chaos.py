@@ -167,7 +167,7 @@ class Watch:
                 i.leader
                 for s in self._sets.values()
                 for i in s.instances
-                if i.state is InstanceState.SERVING and i.is_replica is not path
+                if i.state is InstanceState.SERVING and i.lasts is not path
             ]
         nodes = self._cluster.nodes
         return [name for name in dict.fromkeys(found) if name in nodes]

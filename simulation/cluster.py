@@ -15,6 +15,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from services.gateway.service import GatewayService
+from services.node.checkpoints.packing import partition
 from services.node.core.rows import Row, request_of
 from services.node.engine.budget import KvBudget
 from services.node.execution.steps import Steps
@@ -36,7 +37,7 @@ from shared.clock import wall_ns
 from shared.config import GatewayConfig, NodeConfig, PlannerConfig, RegistryConfig
 from shared.errors import ConfigError
 from shared.ids import ModelId, ModelName, NodeId, RequestId
-from shared.layout import Manifest, encode_manifest, model_id
+from shared.layout import ALIGN, Manifest, encode_manifest, model_id
 from shared.messages import Ok
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import ModelAdd
@@ -77,6 +78,8 @@ QUEUE = 1 << 20
 QUEUE_TIMEOUT_S = 600.0
 """Long, because a simulation measures how long requests wait, and turns none away."""
 LEAST_UNIT = 4096
+ROUNDED = 1.1
+"""How much more room nodes have, because blocks are aligned and whole bytes."""
 DISK_SPREAD = 0.1
 REAL_BYTES = 1 << 30
 """The most memory of this machine that the arenas of a cluster take, roughly."""
@@ -109,6 +112,9 @@ class ClusterSpec:
     hardware: Hardware
     models: tuple[Model, ...]
     nodes: int
+    devices: int = 1
+    """How many nodes are the devices of one machine, which reach each other at the hardware's
+    NVLink. A model that fits no device is served by groups of so many."""
     racks: int = 1
     trunk_bytes_per_s: float = 0.0
     """The rate of each rack's trunk in each direction. 0: no limit."""
@@ -158,16 +164,25 @@ class ClusterSpec:
     def rack(self, index: int) -> str:
         return f"rack-{index * self.racks // self.nodes}" if self.racks > 1 else ""
 
+    def machine(self, index: int) -> str:
+        return node_name(index) if self.devices == 1 else f"machine-{index // self.devices}"
+
     @cached_property
     def arena_bytes(self) -> int:
         """Modelled bytes for weights on a node. ConfigError if a model does not fit."""
         usable = USABLE * self.hardware.memory_bytes
         largest = max(self.models, key=lambda model: model.nbytes)
-        if largest.nbytes > (1 - LEAST_KV) * usable:
+        most = (1 - LEAST_KV) * usable
+        sizes = largest.unit_bytes
+        block = max(sum(sizes[a : b + 1]) for a, b in partition(sizes, self.blocks))
+        part = math.ceil(self.blocks / self.devices) * (block + ALIGN * LEAST_UNIT)
+        if largest.nbytes > most and (self.devices == 1 or part > most):
             raise ConfigError(
                 f"{largest.name} takes {largest.nbytes / 1e9:.0f} GB, a {self.hardware.name} "
                 f"has {usable / 1e9:.0f} GB for weights and KV: use other hardware"
             )
+        if largest.nbytes > most:
+            return math.ceil(part / ROUNDED)
         return math.ceil(max(WEIGHTS * usable, largest.nbytes * 1.01))
 
     @cached_property
@@ -178,6 +193,11 @@ class ClusterSpec:
         while self.nodes * (self.arena_bytes + self.host_bytes) > REAL_BYTES * unit:
             unit *= 2
         return unit
+
+    @property
+    def local_bytes_per_s(self) -> float:
+        """Between devices of one machine."""
+        return self.hardware.nvlink_bytes_per_s if self.devices > 1 else 0.0
 
     @property
     def kv(self) -> KvBudget:
@@ -194,11 +214,12 @@ class NodeParts:
         self.name = node_name(index)
         self.config = NodeConfig(
             id=self.name,
-            host=self.name,
-            machine=self.name,
+            host=spec.machine(index),
+            machine=spec.machine(index),
+            local_bytes_per_s=round(spec.local_bytes_per_s / spec.unit),
             device="modelled",
-            arena_bytes=math.ceil(1.1 * spec.arena_bytes / spec.unit),
-            host_bytes=math.ceil(1.1 * spec.host_bytes / spec.unit),
+            arena_bytes=math.ceil(ROUNDED * spec.arena_bytes / spec.unit),
+            host_bytes=math.ceil(ROUNDED * spec.host_bytes / spec.unit),
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
@@ -270,6 +291,7 @@ class Cluster:
             trunks={spec.rack(i): spec.trunk_bytes_per_s for i in range(spec.nodes)}
             if spec.trunk_bytes_per_s
             else {},
+            local_bytes_per_s=spec.local_bytes_per_s,
         )
         self.ends = Ends(self.network, unit=spec.unit)
         self.manifests: tuple[Manifest, ...] = tuple(
@@ -418,7 +440,13 @@ class Cluster:
         disk = before.store().manifests().values() if before else self._on_disk(index)
         parts = NodeParts(self, index, disk)
         rate = self.spec.hardware.link_bytes_per_s
-        self.network.add(parts.name, out=rate, into=rate, rack=self.spec.rack(index))
+        self.network.add(
+            parts.name,
+            out=rate,
+            into=rate,
+            rack=self.spec.rack(index),
+            host=self.spec.machine(index),
+        )
         self.parts[parts.name] = parts
         node = CheckedNode if self.spec.checked else NodeService
         return lambda bus: node(bus, parts.config, parts)
@@ -441,9 +469,7 @@ class Cluster:
                     subjects.PLANNER_STATE, PlannerQuery(events=0), PlannerState, timeout=5.0
                 )
                 there = {
-                    s.name: sum(
-                        i.is_replica and i.state is InstanceState.SERVING for i in s.instances
-                    )
+                    s.name: sum(i.lasts and i.state is InstanceState.SERVING for i in s.instances)
                     for s in state.sets
                 }
                 if all(there.get(ModelName(name), 0) >= n for name, n in wanted.items()):
@@ -480,4 +506,4 @@ def node_name(index: int) -> str:
 
 
 def serves_alone(instance: Instance) -> bool:
-    return instance.is_replica and instance.state is InstanceState.SERVING
+    return instance.lasts and instance.state is InstanceState.SERVING

@@ -18,6 +18,7 @@ from shared.layout import Manifest
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import ARENA, NodeGone, NodeStatus, NodeView, PoolState, Tier
 from shared.messages.scaling import EventRecord, PlannerState
+from shared.parts import Part
 
 LEARN_S = 2.0
 """How long after the announcement of a node's end the planner may still decide without knowing
@@ -153,11 +154,16 @@ class Pool:
 
 def has_copy(node: NodeService, model: ModelId, blocks: int) -> bool:
     """Whether the node has all of the model in host or device memory."""
+    return len(in_memory(node, model)) == blocks
+
+
+def in_memory(node: NodeService, model: ModelId) -> set[int]:
+    """The blocks that the node has in host or device memory."""
     held: set[int] = set()
     for holding in node.holdings():
         if holding.model_id == model and holding.tier is not Tier.DISK:
             held.update(holding.blocks)
-    return len(held) == blocks
+    return held
 
 
 # --- at rest: no load, no fault for a while ---
@@ -209,7 +215,7 @@ class Rest:
             if len(instances) != self.replicas or not all(map(_serves_alone, instances)):
                 wrong.append(f"{name} has {' '.join(map(brief, instances)) or 'no instance'}")
             open_on = {n for n, s in self.nodes.items() if self.ids[name] in _open(s)}
-            if open_on != {instance.leader for instance in instances}:
+            if open_on != {stage.node for each in instances for stage in each.stages}:
                 wrong.append(
                     f"{name} takes device memory on {', '.join(sorted(open_on)) or 'none'}"
                 )
@@ -221,10 +227,12 @@ class Rest:
         wrong = []
         for name, model in self.ids.items():
             blocks = self.manifests[name].n_blocks
-            holders = sorted(n for n, s in self.nodes.items() if has_copy(s, model, blocks))
+            held = {n: in_memory(s, model) for n, s in self.nodes.items()}
+            counts = [sum(block in each for each in held.values()) for block in range(blocks)]
             wanted = self.replicas or int(model in self.loaded)
-            if len(holders) < wanted or (len(holders) > wanted and not self.warm):
-                wrong.append(f"{name} has copies on {', '.join(holders) or 'no node'}")
+            if min(counts) < wanted or (max(counts) > wanted and not self.warm):
+                holders = ", ".join(sorted(node for node, each in held.items() if each))
+                wrong.append(f"{name} has copies on {holders or 'no node'}: {counts}")
         return wrong
 
     def _of_registry(self) -> list[str]:
@@ -262,14 +270,17 @@ class Rest:
         if view.reserved_by:
             wrong.append(f"{node} is reserved by {view.reserved_by}")
         manifests = {self.ids[name]: manifest for name, manifest in self.manifests.items()}
-        taken = sum(_pages(ModelSpace.size(manifests[m])) for m in _in_arena(service))
+        taken = sum(
+            _pages(ModelSpace.size(manifests[model], part))
+            for model, part in _in_arena(service).items()
+        )
         if view.arena_free != _pages(self.arena_bytes) - taken:
             wrong.append(f"{node} has {view.arena_free} bytes free, {taken} are taken")
         return wrong
 
 
 def _serves_alone(instance: Instance) -> bool:
-    return instance.is_replica and instance.state is InstanceState.SERVING
+    return instance.lasts and instance.state is InstanceState.SERVING
 
 
 def brief(instance: Instance) -> str:
@@ -278,8 +289,8 @@ def brief(instance: Instance) -> str:
     return f"({stages} {instance.state.value} {instance.capacity:.3f})"
 
 
-def _in_arena(node: NodeService) -> set[ModelId]:
-    return {h.model_id for h in node.holdings() if h.tier in ARENA}
+def _in_arena(node: NodeService) -> dict[ModelId, Part | None]:
+    return {h.model_id: h.part for h in node.holdings() if h.tier in ARENA}
 
 
 def _open(node: NodeService) -> set[ModelId]:

@@ -178,8 +178,13 @@ def event_line(record: EventRecord) -> str:
     why = "; ".join(filter(None, (record.cause, *grown, record.error)))
     return (
         f"{record.id}  {at}  {record.name}  {record.state.value:<12} {seconds:>9}  "
-        f"{','.join(record.sources) or '-'} -> {','.join(record.targets) or '-'}  {why}"
+        f"{','.join(record.sources) or '-'} -> {_targets(record) or '-'}  {why}"
     )
+
+
+def _targets(record: EventRecord) -> str:
+    parts = ((node, record.parts.get(node)) for node in record.targets)
+    return ",".join(f"{node} ({part})" if part else node for node, part in parts)
 
 
 def _growth(record: EventRecord, growth: Growth) -> str:

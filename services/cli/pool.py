@@ -18,10 +18,11 @@ and why; and how much of each tier the nodes use.
 """
 COLUMNS = """\
 columns:
-  models  device: nodes that run the whole model; host: nodes that hold it in memory (in the arena
-          or the host cache) and do not run all of it; durable: nodes that hold it on disk, with the
-          machine where it has another name (copies on one machine count once); lacking: what is
-          missing of the copies that registry.durable_copies and registry.host_copies ask for
+  models  device: nodes that run the whole model, or have it in parts; host: nodes that hold it in
+          memory (in the arena or the host cache) and do not run all of it; durable: nodes that hold
+          it on disk, with the machine where it has another name (copies on one machine count once);
+          lacking: what is missing of the copies that registry.durable_copies and
+          registry.host_copies ask for
   nodes   memory: for weights (node.arena_bytes), used of all; host: the host cache
           (node.host_bytes), used of all; disk: the disk with the packed models, used of all
 """
@@ -71,11 +72,15 @@ def _model(model: ModelCopies) -> Mapping[str, object]:
     return {
         "name": model.name,
         "MB": f"{model.nbytes / 1e6:.1f}",
-        "device": ", ".join(model.device),
+        "device": ", ".join(model.device) or _in_parts(model),
         "host": ", ".join(model.host),
         "durable": _places(model.durable),
         "lacking": model.shortfall,
     }
+
+
+def _in_parts(model: ModelCopies) -> str:
+    return f"in parts: {', '.join(model.together)}" if model.together else ""
 
 
 def _places(durable: Iterable[Durable]) -> str:

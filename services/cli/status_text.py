@@ -71,10 +71,10 @@ def _processes(document: Document) -> list[Document]:
 
 
 def _models(document: Document) -> list[Document]:
-    def serving(name: str) -> list[int]:
-        """Stages of each instance that serves it."""
+    def serving(name: str) -> list[bool]:
+        """For each instance that serves it, whether that is a replica or a group."""
         return [
-            len(instance["stages"])
+            instance["group"] or len(instance["stages"]) == 1
             for instance in document["instances"]
             if instance["model"] == name and instance["state"] == "serving"
         ]
@@ -84,8 +84,8 @@ def _models(document: Document) -> list[Document]:
             "name": model["name"],
             "MB": f"{model['nbytes'] / 1e6:.1f}",
             "blocks": model["n_blocks"],
-            "replicas": sum(stages == 1 for stages in serving(model["name"])),
-            "paths": sum(stages > 1 for stages in serving(model["name"])),
+            "replicas": sum(serving(model["name"])),
+            "paths": sum(not lasts for lasts in serving(model["name"])),
             "wanted": wanted(model["min_instances"], model["max_instances"], model["fixed"]),
             **({"rules": rules(model)} if any(map(rules, document["models"])) else {}),
         }
@@ -139,13 +139,17 @@ def _events(document: Document) -> list[Document]:
     return [
         {
             **{key: event[key] for key in ("id", "model", "state")},
-            "targets": ",".join(event["targets"]),
+            "targets": ",".join(_target(node, event["parts"]) for node in event["targets"]),
             "seconds": "" if seconds is None else f"{seconds:.2f}",
             "why": event["error"] or event["cause"],
         }
         for event in document["events"]
         for seconds in (event["actual"]["all_complete_s"],)
     ]
+
+
+def _target(node: str, parts: Document) -> str:
+    return f"{node} {parts[node][0]}-{parts[node][1] - 1}" if node in parts else node
 
 
 def _device(node: Document) -> str:

@@ -87,6 +87,8 @@ class ModelCopies(msgspec.Struct, frozen=True, kw_only=True):
     host: tuple[NodeId, ...]
     """Nodes that hold every block in memory, in the arena or the host cache, and do not run them
     all."""
+    together: tuple[NodeId, ...] = ()
+    """Nodes that hold a part each in memory, and together every block."""
     durable: tuple[Durable, ...]
     under_way: tuple[UnderWay, ...]
     wanted: int

@@ -6,8 +6,9 @@ from itertools import pairwise, permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.cut import PAGE, Room, cut, known_cut, lacking
+from services.planner.core.cut import Room, cut, known_cut, lacking
 from shared.ids import NodeId
+from shared.layout import PAGE, room_of
 from shared.parts import Part, whole
 
 SIZES = st.lists(st.integers(1, 9), min_size=1, max_size=9).map(
@@ -21,15 +22,15 @@ ROOMS = st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 30)), min_size=
 
 
 def taken(blocks: Sequence[int], part: Part) -> int:
-    return sum(blocks[block] + PAGE for block in part.blocks)
+    return sum(room_of(blocks[block]) for block in part.blocks)
 
 
 def reach(blocks: Sequence[int], rooms: Sequence[int]) -> bool:
     """Whether rooms, in this order, take all blocks if each takes what it can."""
     block = 0
     for room in rooms:
-        while block < len(blocks) and blocks[block] + PAGE <= room:
-            room -= blocks[block] + PAGE
+        while block < len(blocks) and room_of(blocks[block]) <= room:
+            room -= room_of(blocks[block])
             block += 1
     return block == len(blocks)
 

@@ -20,11 +20,9 @@ from itertools import accumulate, pairwise
 from math import prod
 
 from shared.ids import NodeId
+from shared.layout import room_of
 from shared.parts import Part, whole
 
-PAGE = 4096
-"""Large blocks begin at pages (services/node/memory/arena.py): what a block takes beside its
-bytes, at most."""
 MOST_STATES = 20_000
 """Sizes of rooms are rounded down until no more combinations of them are to be looked at."""
 
@@ -40,7 +38,7 @@ class Room:
 
 def room_for(block_bytes: Iterable[int]) -> int:
     """What blocks take of an arena, at most."""
-    return sum(size + PAGE for size in block_bytes)
+    return sum(map(room_of, block_bytes))
 
 
 def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] | None:
@@ -51,7 +49,7 @@ def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] |
     for one of them.
     """
     rooms = tuple(rooms)
-    ends = (0, *accumulate(size + PAGE for size in block_bytes))
+    ends = (0, *accumulate(map(room_of, block_bytes)))
     if any(room.nbytes >= ends[-1] for room in rooms):
         return (whole(len(block_bytes)),)
     hosts: dict[str, list[int]] = {}

@@ -150,7 +150,7 @@ def revise(
     moving = not loading(members, blocks)
     for stages, instance in kept.items():
         if stages not in result and busy(instance.id):
-            result[stages] = _retired(instance, moving=moving)
+            result[stages] = _retired(instance, moving=moving and not instance.group)
     return tuple(result.values())
 
 

@@ -43,7 +43,7 @@ class ModelMachine:
         self._rooms = rooms
         self._removed = False
         self.fleet.expects = self._expects
-        self._replicas.choose_cut()
+        self._replicas.cutting.choose(scaling=self.scaling)
         for node in desk.cluster.holders(record.model_id, [Tier.GPU]):
             self.on_holdings(node, ())
 
@@ -187,8 +187,8 @@ class ModelMachine:
         """BadInput if an operator's number of replicas is above the model's own limit;
         CapacityExceeded if not even all nodes together have room for one; Conflict while a scaling
         event runs that would have to shrink, or cannot grow now."""
-        self._replicas.choose_cut()
-        if count and (why := self._replicas.too_large):
+        self._replicas.cutting.choose(scaling=self.scaling)
+        if count and (why := self._replicas.cutting.too_large):
             raise CapacityExceeded(why)
         limit = self.record.max_instances
         if count is not None and limit and count > limit:
@@ -213,7 +213,7 @@ class ModelMachine:
 
     def resume(self, begun: EventRecord) -> None:
         """Goes on with an event of an earlier planner, where it is."""
-        self._replicas.choose_cut(begun.parts.values())
+        self._replicas.cutting.choose(scaling=False, planned=begun.parts.values())
         self._replicas.follow(EventMachine(self._desk, self.record, begun, self.standing)).resume()
 
     def _expects(self) -> Expected | None:
@@ -317,7 +317,7 @@ class ModelMachine:
         return Claim(
             model=id_,
             name=record.name,
-            nbytes=self._replicas.room,
+            nbytes=self._replicas.cutting.room,
             priority=record.priority,
             floor=self._replicas.sizing.floor * devices,
             wants=self._replicas.sizing.wants * devices,

@@ -6,11 +6,12 @@ again when a condition has held for as long as it must (`next_wake`).
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from services.planner.core import events
-from services.planner.core.cut import Room, cut, known_cut, lacking, room_for
+from services.planner.core.cut import lacking
+from services.planner.core.cutting import Cutting
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Taken
@@ -28,9 +29,9 @@ from services.planner.core.usage import Usage
 from shared.ids import EventId, NodeId
 from shared.messages.chronicle import Count
 from shared.messages.decisions import Decided, Verdict
-from shared.messages.pool import Duty, ModelRecord, NodeInfo
+from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import EventState
-from shared.parts import Part, whole
+from shared.parts import Part
 from shared.wording import counted
 
 RETRY_S = 1.0
@@ -54,6 +55,7 @@ class Replicas:
         self.event: EventMachine | None = None
         """The last event, over or not."""
         self.journal = Journal()
+        self.cutting = Cutting(desk, record, fleet, standing)
         self.sizing = Sizing(desk, record.model_id)
         self.usage = Usage()
         self._desk = desk
@@ -98,44 +100,6 @@ class Replicas:
         members = self._fleet.members.values()
         there = self._fleet.parts(m for m in members if not m.draining and m.node not in without)
         return there + self.event.expected if self.event is not None else there
-
-    @property
-    def room(self) -> int:
-        """What a device needs, at most."""
-        if len(self._fleet.cut) == 1:
-            return self.record.nbytes
-        sizes = self.record.block_bytes
-        rooms = (room_for(sizes[part.start : part.stop]) for part in self._fleet.cut)
-        return max(rooms, default=self.record.nbytes)
-
-    def choose_cut(self, planned: Iterable[Part] = ()) -> None:
-        """Decides how a model is cut that fits no device. The cut stays while anything of the model
-        is in an arena or on its way there. `planned`: parts that an earlier planner's event
-        loads."""
-        cluster, record = self._desk.cluster, self.record
-        if self.scaling or self._fleet.members or self._standing.released:
-            return
-        arenas = {node: cluster.part(node, record.model_id) for node in self._holders()}
-        parts = {part for part in (*arenas.values(), *planned) if part is not None}
-        known = known_cut(parts, record.n_blocks) if parts else None
-        if known is not None and self._fits(known):
-            self._fleet.cut = known
-        elif record.nbytes <= cluster.largest_arena or arenas:
-            self._fleet.cut = (whole(record.n_blocks),)
-        else:
-            infos = [info for info in cluster.nodes.values() if info.duty is Duty.ALL]
-            sizes = [Room(info.node, info.host, info.arena_bytes) for info in infos]
-            free = [replace(r, nbytes=min(r.nbytes, cluster.free(r.node) or 0)) for r in sizes]
-            bytes_ = record.block_bytes
-            self._fleet.cut = cut(bytes_, free) or cut(bytes_, sizes) or ()
-
-    def _fits(self, parts: Iterable[Part]) -> bool:
-        sizes, largest = self.record.block_bytes, self._desk.cluster.largest_arena
-        return all(sum(sizes[part.start : part.stop]) <= largest for part in parts)
-
-    def _holders(self) -> list[NodeId]:
-        """Nodes with room in their arenas set aside for the model."""
-        return list(self._desk.cluster.with_space(self.record.model_id))
 
     @property
     def _full(self) -> bool:
@@ -203,7 +167,7 @@ class Replicas:
         if self._desk.cluster.loads.blind(at):
             self._decide_by(at + config.tick_s)
             return
-        self.choose_cut()
+        self.cutting.choose(scaling=self.scaling)
         fleet, outgoing = self._fleet, self._outgoing
         leaving = {info.node for info in outgoing}
         have = fleet.count(fleet.parts(m for m in fleet.replicas if m.node not in leaving))
@@ -339,7 +303,7 @@ class Replicas:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
         if not needs:
-            self._no_room, missing, why = True, 1, self.too_large
+            self._no_room, missing, why = True, 1, self.cutting.too_large
         else:
             missing = len(needs)
             room = self._rooms.ask(self.record.model_id, sum(map(len, needs)))
@@ -350,25 +314,13 @@ class Replicas:
             coming = len(room.made) + room.busy
             why = f"room for {coming} is being made" if coming else room.why_not
             if len(needs[0]) > 1:
-                why = f"{counted(len(needs[0]), 'device')} with {self.room} bytes: {why}"
+                why = f"{counted(len(needs[0]), 'device')} with {self.cutting.room} bytes: {why}"
         if why != self._waits_because:
             self._waits_because = why
             self._tell(f"waits for memory for {counted(missing, 'replica')}: {why}")
             self.note(Verdict.WAITS, self.total + missing, why)
             self._log("info", "waits for memory", replicas=missing, why=why)
         return False
-
-    @property
-    def too_large(self) -> str:
-        """Why the model has no room anywhere, in numbers; empty: it has."""
-        if self._fleet.cut:
-            return ""
-        arenas = [info.arena_bytes for info in self._desk.cluster.nodes.values()]
-        return (
-            f"it takes {self.record.nbytes} bytes in blocks of up to "
-            f"{max(self.record.block_bytes)}, and the arenas of all {counted(len(arenas), 'node')} "
-            f"together have {sum(arenas)}, the largest {max(arenas, default=0)}"
-        )
 
     def _begin(self, decision: Decision, needs: Needs) -> None:
         now, settings = self._desk.now, self._desk.settings

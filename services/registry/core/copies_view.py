@@ -38,7 +38,8 @@ def _model(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> Mo
         for info in pool.leases.present
         if len(pool.holdings.blocks(info, record.model_id).get(Tier.GPU, ())) == record.n_blocks
     )
-    memory = pool.copies(record.model_id).memory
+    copies = pool.copies(record.model_id)
+    memory = copies.memory
     wanted = pool.durable.wanted(record)
     machines = len({copy.machine for copy in durable})
     lacking = "" if machines >= wanted else f"{machines} of {wanted} durable copies: "
@@ -49,6 +50,7 @@ def _model(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> Mo
         nbytes=record.nbytes,
         device=device,
         host=tuple(node for node in memory if node not in device),
+        together=copies.together,
         durable=tuple(durable),
         under_way=tuple(under_way),
         wanted=wanted,
@@ -60,6 +62,7 @@ def _in_memory(pool: Pool, record: ModelRecord) -> str:
     """What is missing in memory, where nodes have host caches."""
     wanted = pool.host.wanted(record)
     machines = len({machine_of(info) for info in pool.host.there(record)})
+    machines += pool.host.in_parts(record)
     if machines >= wanted:
         return ""
     reason = pool.host.reasons.get(record.model_id, "the next is about to be made")

@@ -16,7 +16,7 @@ from services.registry.core.holdings import Holdings, Key
 from services.registry.core.kept import Keeping, KeptCopies
 from services.registry.core.leases import Leases
 from shared.ids import Generation, ModelId, NodeId
-from shared.layout import ALIGN
+from shared.layout import PAGE, room_of
 from shared.messages.pool import MEMORY, ModelRecord, NodeInfo, Tier
 from shared.schedule import least
 from shared.story import Story
@@ -25,10 +25,6 @@ LOAD_BYTES_PER_S = 1e9
 """What a disk is taken to read if no node has measured it."""
 ASKED_S = 600.0
 """How far back use counts for the chance that a model is asked for."""
-PAGE = 4096
-"""Bytes of a page of memory."""
-LARGE = 64 * PAGE
-"""Blocks of at least this size begin at pages (services/node/memory/arena.py)."""
 DROPPING_S = 3.0
 """Seconds in which an ordered eviction shows in its node's report."""
 SCHEDULE = "schedule"
@@ -84,7 +80,7 @@ class HostCopies(KeptCopies):
 
     def size(self, record: ModelRecord) -> int:
         """At most, in whole pages, as nodes lay models out: large blocks begin at pages."""
-        most = sum(b + (PAGE if b >= LARGE else ALIGN) for b in record.block_bytes)
+        most = sum(map(room_of, record.block_bytes))
         return -(-most // PAGE) * PAGE
 
     def wanted(self, record: ModelRecord) -> int:
@@ -162,7 +158,20 @@ class HostCopies(KeptCopies):
         if record.base:
             return 0
         used = {machine_of(info) for info in self._in_use(record)}
-        return max(self.settings.copies, len(used) + _warm(record, self._wall_ns))
+        groups = self.in_parts(record, (Tier.GPU,)) if not used else 0
+        return max(self.settings.copies, len(used) + groups + _warm(record, self._wall_ns))
+
+    def in_parts(self, record: ModelRecord, tiers: Collection[Tier] = MEMORY) -> int:
+        counts = [0] * record.n_blocks
+        for node, generation in self._holdings.sharers(record.model_id):
+            info = self._leases.info(node)
+            if info is None or info.generation != generation or not self._stays(info):
+                continue
+            held = self._holdings.blocks(info, record.model_id)
+            blocks = frozenset[int]().union(*(held.get(tier, ()) for tier in tiers))
+            for block in blocks if not self._has(info, record) else ():
+                counts[block] += 1
+        return min(counts)
 
     def _in_use(self, record: ModelRecord) -> Iterator[NodeInfo]:
         for info in self.there(record):

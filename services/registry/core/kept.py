@@ -289,7 +289,12 @@ class KeptCopies(ABC):
             machines.add(machine_of(info))
             if len(machines) >= wanted:
                 return True
-        return wanted == 0
+        return len(machines) + self.in_parts(record) >= wanted
+
+    def in_parts(self, record: ModelRecord) -> int:
+        """How many copies there are beside those that one node has whole: in parts, on several
+        nodes that stay."""
+        return 0
 
     def cause(self, model: ModelId) -> str:
         """What last made copies of the model needed: a node that went or leaves, a request that
@@ -363,7 +368,7 @@ class KeptCopies(ABC):
         return Need(
             model,
             self.size(record),
-            wanted=self.wanted(record),
+            wanted=self.wanted(record) - self.in_parts(record),
             there=tuple(sorted(self._staying(record), key=lambda info: info.node)),
             awaited=tuple(self._left[node].info for node in self.awaited(model))
             + tuple(info for info in self.there(record) if info.duty is Duty.ENDING),

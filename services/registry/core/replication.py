@@ -1,4 +1,5 @@
-"""The pool's invariant: of every model, a full copy in host or GPU memory somewhere.
+"""The pool's invariant: of every model, a full copy in host or GPU memory somewhere, on one node
+or, in parts, on several.
 
 After BlitzScale's global parameter pool, which keeps one host copy of each model in the cluster.
 """
@@ -17,6 +18,9 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
 
     memory: tuple[NodeId, ...]
     """Nodes that hold every block in host or GPU memory."""
+    together: tuple[NodeId, ...] = ()
+    """Nodes that hold a part each in memory, and together every block, as the devices of a group
+    do. Empty if they lack some."""
     disk: tuple[NodeId, ...]
     """Nodes that hold every block if their disk counts too (including `memory`)."""
     missing: tuple[int, ...]
@@ -25,7 +29,7 @@ class Copies(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def safe(self) -> bool:
-        return bool(self.memory)
+        return bool(self.memory or self.together)
 
 
 def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Copies:
@@ -33,6 +37,7 @@ def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Co
     every = frozenset(range(record.n_blocks))
     memory: list[NodeId] = []
     disk: list[NodeId] = []
+    parts: dict[NodeId, frozenset[int]] = {}
     anywhere: frozenset[int] = frozenset()
     for info in nodes:
         tiers = held.blocks(info, record.model_id)
@@ -41,6 +46,14 @@ def copies(record: ModelRecord, nodes: Iterable[NodeInfo], held: Holdings) -> Co
         anywhere |= all_tiers
         if near >= every:
             memory.append(info.node)
+        elif near:
+            parts[info.node] = near
         if all_tiers >= every:
             disk.append(info.node)
-    return Copies(memory=tuple(memory), disk=tuple(disk), missing=tuple(sorted(every - anywhere)))
+    whole = frozenset[int]().union(*parts.values()) >= every
+    return Copies(
+        memory=tuple(memory),
+        together=tuple(sorted(parts)) if whole else (),
+        disk=tuple(disk),
+        missing=tuple(sorted(every - anywhere)),
+    )

@@ -9,6 +9,7 @@ from services.registry.core.leases import Leases
 from services.registry.core.placement import Candidate, Sender
 from services.registry.core.reservations import Reservation, Reservations
 from shared.ids import EventId, ModelId, NodeId
+from shared.layout import room_of
 from shared.messages.pool import (
     ARENA,
     MEMORY,
@@ -21,8 +22,6 @@ from shared.messages.pool import (
 from shared.parts import Part
 
 _EMPTY: frozenset[int] = frozenset()
-PAGE = 4096
-"""Bytes that a block may take beside its own: large blocks begin at pages."""
 
 
 class Survey:
@@ -80,7 +79,7 @@ class Survey:
 
     def room(self, part: Part) -> int:
         """The bytes of an arena that a part takes, at most."""
-        return sum(size + PAGE for size in self.record.block_bytes[part.start : part.stop])
+        return sum(map(room_of, self.record.block_bytes[part.start : part.stop]))
 
     def serving_hosts(self) -> set[str]:
         """The machines on which the model is open on some device."""

@@ -3,10 +3,10 @@
 import msgspec
 
 from services.registry.core.copies_view import copies_view
-from services.registry.core.host_copies import PAGE
 from services.registry.core.kept import CopyOrdered, Keeping
 from services.registry.core.pool import DURABLE, CopyDropped, Pool
 from shared.ids import Generation, ModelId, NodeId
+from shared.layout import PAGE
 from shared.messages.copies import Leave, ModelCopies
 from shared.messages.pool import Holding, NodeInfo, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
