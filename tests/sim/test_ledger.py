@@ -12,8 +12,8 @@ from services.planner.core.events import TERMINAL
 from shared.messages.ledger import Phase
 from shared.messages.scaling import EventRecord, EventState
 from simulation.chaos import Verdict, play
-from simulation.cluster import PLANNER, ClusterSpec
-from simulation.faults import Restart
+from simulation.cluster import PLANNER, REGISTRY, ClusterSpec
+from simulation.faults import ClockJump, Fault, Restart
 from simulation.scenario import Arrival, Scenario
 from tests.sim.test_faults import SPEC
 
@@ -21,10 +21,10 @@ AT = 3.0
 SHARE = 0.999
 
 
-def burst(spec: ClusterSpec, requests: int) -> Verdict:
+def burst(spec: ClusterSpec, requests: int, *faults: Fault) -> Verdict:
     """All requests come at once, AT seconds after the scenario begins."""
     together = tuple(Arrival(AT, "model", 20, 30) for _ in range(requests))
-    verdict = play(Scenario(0, spec, together, ()))
+    verdict = play(Scenario(0, spec, together, faults))
     assert not verdict.violations
     return verdict
 
@@ -50,6 +50,21 @@ def test_a_bursts_event_is_accounted_for_from_its_first_request_to_its_last_node
     whole = at - (verdict.began + AT)
     accounted = sum(spent.seconds for spent in record.ledger)
     assert SHARE * whole <= accounted <= whole
+
+
+@pytest.mark.parametrize("process", [PLANNER, REGISTRY, "node-0", "node-1"])
+@pytest.mark.parametrize("by_s", [3600.0, -3600.0, 1.5, -1.5])
+def test_an_event_is_accounted_for_although_a_clock_jumps_while_it_runs(
+    process: str, by_s: float
+) -> None:
+    jump = ClockJump(at=AT + 0.5, lasts=0, process=process, by_s=by_s)
+    verdict = burst(replace(SPEC, nodes=3), 36, jump)
+    at, record = of_burst(verdict)
+    assert record.state is EventState.COMPLETE
+    whole = at - (verdict.began + AT)
+    accounted = sum(spent.seconds for spent in record.ledger)
+    assert SHARE * whole <= accounted <= whole
+    assert all(spent.seconds >= 0 for spent in record.ledger)
 
 
 def test_a_planner_that_comes_late_finds_since_when_requests_wait() -> None:

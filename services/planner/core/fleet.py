@@ -32,7 +32,7 @@ WHOLE_S = 30.0
 """Seconds after which they are told all of it again, and not only what has changed."""
 PACE_S = 0.02
 """The least seconds between two sets of one model."""
-PACE_PER_MEMBER_S = 3e-4
+PACE_PER_MEMBER_S = 5e-4
 """What each member adds to PACE_S: large sets take long to make, to send and to read."""
 SETTLE_S = 0.25
 """A load report that comes sooner than this after a change was published may not include it yet."""
@@ -287,8 +287,13 @@ class Fleet:
         """Whether requests run over the node, on its replica or on a path, as far as is known."""
         return any(self.busy(instance.id) for instance in self._over(node))
 
-    def requests_over(self, node: NodeId) -> int:
-        return sum(self._requests_on(instance.id) for instance in self._over(node))
+    def requests_by_node(self) -> Counter[NodeId]:
+        """How many requests run over each node."""
+        found, running = Counter[NodeId](), self._desk.cluster.loads.running(self._record.name)
+        for instance in self.instances:
+            if count := running.get(instance.id):
+                found.update(dict.fromkeys((stage.node for stage in instance.stages), count))
+        return found
 
     def _over(self, node: NodeId) -> list[Instance]:
         return [i for i in self.instances if any(stage.node == node for stage in i.stages)]

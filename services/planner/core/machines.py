@@ -71,6 +71,10 @@ class Machines:
         """The last event of each model, over or not."""
         return (model.event for model in self.named.values() if model.event is not None)
 
+    def any_scaling(self) -> bool:
+        """Whether a scaling event runs."""
+        return any(model.scaling for model in self.named.values())
+
     def tell(self, model: ModelMachine, act: Callable[[ModelMachine], None]) -> None:
         """Tells a model that something happened. The model then does all that is due."""
         id_ = model.record.model_id

@@ -314,6 +314,7 @@ class ModelMachine:
         asleep = {n for n, held in on_host if self._is_whole(n, held) and not self._in_event(n)}
         in_memory = cluster.holders(id_, MEMORY).values()
         together = frozenset[int]().union(*in_memory) >= set(range(record.n_blocks))
+        requests = self.fleet.requests_by_node()
         return Claim(
             model=id_,
             name=record.name,
@@ -324,7 +325,7 @@ class ModelMachine:
             asked=not cluster.loads.demand(record.name).idle,
             replicas={
                 node: Replica(
-                    self.fleet.requests_over(node),
+                    requests[node],
                     m.since,
                     loading=not m.is_complete(record.n_blocks),
                 )

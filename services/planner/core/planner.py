@@ -20,6 +20,7 @@ from services.planner.core.events import TERMINAL
 from services.planner.core.machines import Machines
 from services.planner.core.model import ModelMachine
 from services.planner.core.pool_view import REFRESH, PoolView
+from services.planner.core.steady import SteadyClock
 from services.planner.core.stimuli import (
     Answer,
     Appended,
@@ -86,6 +87,7 @@ class Planner:
         self._suspects: dict[int, NodeId] = {}
         """The open pings to suspects."""
         self._strays = Strays(settings.stray_s)
+        self._clock = SteadyClock()
         self._woken_at = NEVER
         self._alarms.set(STRAYS, float("-inf"))
         self._alarms.set(LOST, float("-inf"))
@@ -110,7 +112,8 @@ class Planner:
     def handle(self, stimulus: Stimulus, now: Moment) -> list[Command]:
         """Returns what the shell has to do about the stimulus, in order."""
         desk = self._desk
-        desk.now, desk.cause, desk.out = now, cause_of(stimulus), []
+        desk.now = self._clock.tell(now, self._machines.any_scaling)
+        desk.cause, desk.out = cause_of(stimulus), []
         mark = len(desk.out)
         try:
             self._handlers[type(stimulus)](stimulus)

@@ -365,15 +365,16 @@ class Replicas:
         """Drains the emptiest replicas; among equals those that joined last. Of a group all devices
         go."""
 
-        def load(member: Member) -> int:
-            return self._fleet.requests_over(member.node)
-
         stay: dict[Part | None, list[Member]] = {}
         for member in reversed(self._fleet.replicas):
             if not self._desk.cluster.leaves(member.node):
                 stay.setdefault(member.part, []).append(member)
         for alike in stay.values():
-            for victim in sorted(alike, key=load)[: max(0, len(alike) - decision.replicas)]:
+            if len(alike) <= decision.replicas:
+                continue
+            requests = self._fleet.requests_by_node()
+            alike.sort(key=lambda member: requests[member.node])
+            for victim in alike[: len(alike) - decision.replicas]:
                 self.note(Verdict.FEWER, decision.replicas, decision.cause, victim.node)
                 self.drain(victim.node, f"drains: {decision.cause}")
 
