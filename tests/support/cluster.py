@@ -225,6 +225,7 @@ async def running(
     min_instances: int = 1,
     apart: bool = True,
     standbys: int = 0,
+    node_standbys: bool = False,
     gateways: int = 1,
     places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Running]:
@@ -241,6 +242,7 @@ async def running(
         },
         apart=apart,
         standbys=standbys,
+        node_standbys=node_standbys,
         gateways=gateways,
         places=places or {},
     )
