@@ -220,6 +220,15 @@ class Connection:
                 return info
             await asyncio.sleep(_NO_LEADER_S)
 
+    async def led_new(self, stream: str) -> StreamInfo:
+        """The same of a stream that was made just now: a server that has not heard of it yet says
+        that there is none."""
+        while True:
+            try:
+                return await self.led(stream)
+            except nats.js.errors.NotFoundError:
+                await asyncio.sleep(_NO_LEADER_S)
+
     async def subscribe(self, subject: str, receive: Receive, queue: str = "") -> NatsSubscription:
         """Subscribes. Once this returns, the server knows of it."""
         subscription = NatsSubscription(self, subject, queue, receive)

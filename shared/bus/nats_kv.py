@@ -45,7 +45,7 @@ class NatsKeyValue:
                     bucket, direct=True, limit_marker_ttl=_MARKER_TTL_S, replicas=replicas
                 )
                 await connection.jetstream.create_key_value(config)
-                return await connection.led(f"KV_{bucket}")
+                return await connection.led_new(f"KV_{bucket}")
 
         info = await connection.until_answered(f"bucket {bucket}", opening(f"KV_{bucket}"), ask)
         if not (info.config.allow_msg_ttl and info.config.subject_delete_marker_ttl):

@@ -57,7 +57,7 @@ class NatsLog:
                     deny_purge=True,
                 )
                 await connection.jetstream.add_stream(config)
-                await connection.led(stream)
+                await connection.led_new(stream)
 
         await connection.until_answered(f"log {name}", opening(stream), ask)
         return cls(connection, name)

@@ -31,7 +31,7 @@ class NatsObjectStore:
                 await connection.jetstream.create_object_store(
                     bucket, config=api.ObjectStoreConfig(replicas=replicas)
                 )
-                await connection.led(f"OBJ_{bucket}")
+                await connection.led_new(f"OBJ_{bucket}")
 
         await connection.until_answered(f"objects {bucket}", opening(f"OBJ_{bucket}"), ask)
         return cls(connection, bucket)

@@ -11,7 +11,8 @@ import threading
 from pathlib import Path
 
 from services.cli.main import main
-from services.node.engine.engine import TorchEngine, TorchSweep
+from services.node.engine.engine import TorchEngine
+from services.node.engine.sweep import TorchSweep
 from shared.ids import ModelId
 
 FILE = "HANG_FILE"

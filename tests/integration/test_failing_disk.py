@@ -61,7 +61,7 @@ def break_files(files: list[Path]) -> None:
 def tiny_disk(directory: Path) -> Iterator[None]:
     """A file system of 64 KiB at the directory."""
     directory.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", directory]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(directory)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("nothing can be mounted here")
     try:
