@@ -39,6 +39,7 @@ from shared.messages.scaling import (
     ReleaseModel,
 )
 from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from shared.parts import Part
 from shared.pool_pages import read_pool
 
 WAIT_S = 100.0
@@ -176,6 +177,7 @@ class Nodes:
         generation: int | None = None,
         epoch: int = 0,
         infos: Mapping[str, NodeInfo] | None = None,
+        part: Part | None = None,
     ) -> ApplyPlan:
         """`pulls`: block -> source."""
         pulls = pulls or {}
@@ -193,6 +195,7 @@ class Nodes:
             ),
             promote=tuple(promote),
             peers=tuple(known[source] for source in sorted(set(pulls.values())) if source in known),
+            part=part,
         )
 
     async def apply(

@@ -104,6 +104,27 @@ def test_a_copy_that_is_in_use_or_sleeps_in_an_arena_counts() -> None:
         assert up.tick(3) == ([], [])
 
 
+def test_parts_that_together_make_a_copy_count() -> None:
+    up = Nodes("a", "b", "c")
+    up.publish()
+    up.holds("a", Tier.DISK)
+    up.held["b"].append(holding(Tier.GPU, 0, 1))
+    made, _ = up.tick(3)
+    assert made == [(MODEL, "a")], "half of the model is no copy"
+    up = Nodes("a", "b", "c")
+    up.publish()
+    up.holds("a", Tier.DISK)
+    for tier in (Tier.GPU, Tier.HOST):
+        up.held["b"], up.held["c"] = [holding(tier, 0, 1)], [holding(tier, 2, 3)]
+        assert up.tick(3) == ([], [])
+        assert up.view().together == ("b", "c")
+        assert "in memory" not in up.view().shortfall
+    up.leave("b")
+    made, _ = up.tick(1)
+    assert made == [(MODEL, "a")]
+    assert up.view().together == ()
+
+
 def test_the_copy_of_a_lost_node_is_made_again_at_once() -> None:
     up = Nodes("a", "b", "c")
     up.publish()

@@ -10,6 +10,7 @@ from services.registry.core.reservations import Reservation
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import EventId, ModelName, NodeId
 from shared.messages.pool import NodeGone, NodeJoined, PoolQuery, Profile, Tier, Unreserve
+from shared.parts import Part
 from tests.unit.registry.builders import (
     EVENT,
     MODEL,
@@ -47,6 +48,19 @@ def test_reserves_the_best_nodes(pool: Pool) -> None:
     targets, effects = pool.reserve(reserve(2))
     assert names(targets) == ["b", "a"]
     assert [e.reservation.node for e in effects if isinstance(e, ReservationMade)] == ["b", "a"]
+
+
+def test_groups_are_reserved_part_by_part(pool: Pool) -> None:
+    first, second = cut = Part(0, 2), Part(2, 4)
+    asked = msgspec.structs.replace(reserve(2, nbytes=900), groups=(cut,))
+    targets, effects = pool.reserve(asked)
+    made = [e.reservation for e in effects if isinstance(e, ReservationMade)]
+    assert [(r.node, r.part) for r in made] == [("a", first), ("c", second)], "b has other blocks"
+    assert names(targets) == ["a", "c"]
+    again, effects = pool.reserve(asked)
+    assert (names(again), effects) == (["a", "c"], [])
+    with pytest.raises(BadInput, match="no blocks 3-4"):
+        pool.reserve(msgspec.structs.replace(asked, groups=((Part(3, 5),),)))
 
 
 def test_an_unfit_node_gets_nothing_new(pool: Pool) -> None:
