@@ -2,7 +2,8 @@
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -11,11 +12,14 @@ from services.cli.arguments import amount, amounts, count, counts, whole
 from services.cli.plan_text import Plan
 from services.node.checkpoints.packing import chunk_bytes
 from services.planner.core.choose import AUTO, choose, units
+from services.planner.core.cut import Room, cut
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.outlook import Serving
 from shared.config import PlannerConfig
-from shared.errors import BadInput
+from shared.errors import BadInput, CapacityExceeded
+from shared.ids import NodeId
+from shared.parts import Part
 
 
 def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -54,6 +58,12 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
 def _add_links(links: "argparse._ArgumentGroup") -> None:
     links.add_argument("--size-mb", type=amount, help="size of the model, 10^6 bytes")
     links.add_argument(
+        "--arena-mb",
+        type=amount,
+        help="room for weights on every node, 10^6 bytes: a model that fits on none is cut into "
+        "parts, and the plan is that of one part",
+    )
+    links.add_argument(
         "--link-mbit", type=amount, help="rate of every node's port in each direction"
     )
     links.add_argument("--rates", type=amounts, metavar="R,R,..", help="rate of each node's port")
@@ -84,8 +94,12 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Prints or draws the plan. BadInput for arguments that do not fit together."""
-    plan = _plan(args)
+    """Prints or draws the plan. BadInput for arguments that do not fit together; CapacityExceeded
+    if the model does not even fit on all nodes together."""
+    parts = _cut(args)
+    plan = _plan(args, parts)
+    if len(parts) > 1 and not args.json:
+        print("\n".join(_groups(args, parts)))
     if args.svg or args.png:
         from services.cli import plan_figure  # matplotlib takes a second to load
 
@@ -101,10 +115,51 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plan(args: argparse.Namespace) -> Plan:
+def _cut(args: argparse.Namespace) -> tuple[Part, ...]:
+    """The parts that devices get. One: each node has room for the model."""
+    if args.arena_mb is None:
+        return (Part(0, args.blocks),)
+    if args.size_mb is None or args.link_mbit is None or args.racks or args.hosts:
+        raise BadInput("--arena-mb needs --size-mb and --link-mbit, without --racks and --hosts")
+    room = round(args.arena_mb * 1e6)
+    rooms = [Room(NodeId(str(node)), "", room) for node in range(args.nodes)]
+    parts = cut(_sizes(args), rooms)
+    if parts is None:
+        raise CapacityExceeded(
+            f"the model takes {args.size_mb:g} MB in blocks of {max(_sizes(args)) / 1e6:.1f} MB, "
+            f"and {args.nodes} nodes have room for {args.arena_mb:g} MB each"
+        )
+    if args.sources % len(parts) or args.nodes % len(parts):
+        raise BadInput(
+            f"a group has {len(parts)} nodes here: give multiples of that to --nodes and --sources"
+        )
+    return parts
+
+
+def _groups(args: argparse.Namespace, parts: Sequence[Part]) -> Iterator[str]:
+    sizes, count = _sizes(args), len(parts)
+    shares = (f"{p} ({sum(sizes[p.start : p.stop]) / 1e6:.1f} MB)" for p in parts)
+    yield f"the model fits on no node: groups of {count} nodes serve it, with {', '.join(shares)}"
+    yield (
+        f"each part goes from {args.sources // count} to {args.nodes // count} nodes, beside the "
+        "others; the plan for the largest:"
+    )
+    yield ""
+
+
+def _plan(args: argparse.Namespace, parts: Sequence[Part]) -> Plan:
     if args.sources > args.nodes:
         raise BadInput(f"--sources {args.sources} is more than --nodes {args.nodes}")
     task = _task(args)
+    if len(parts) > 1:
+        part = max(parts, key=lambda p: sum(task.block_bytes[p.start : p.stop]))
+        ports = task.fabric.ports[: args.nodes // len(parts)]
+        task = replace(
+            task,
+            fabric=replace(task.fabric, ports=ports),
+            block_bytes=task.block_bytes[part.start : part.stop],
+            sources=tuple(range(args.sources // len(parts))),
+        )
     choice = choose(task, Serving(PlannerConfig().max_stages), name=args.algorithm)
     return Plan(task, units(task, choice.unit), choice, timed=args.size_mb is not None)
 
@@ -116,9 +171,15 @@ def _task(args: argparse.Namespace) -> Task:
     nbytes = round(args.size_mb * 1e6)
     if nbytes < args.blocks:
         raise BadInput(f"--size-mb {args.size_mb:g} is less than a byte for each block")
-    ends = [nbytes * i // args.blocks for i in range(args.blocks + 1)]
-    sizes = tuple(stop - start for start, stop in pairwise(ends))
-    return Task(_fabric(args), sizes, sources, 0 if args.whole_blocks else chunk_bytes(nbytes))
+    return Task(
+        _fabric(args), _sizes(args), sources, 0 if args.whole_blocks else chunk_bytes(nbytes)
+    )
+
+
+def _sizes(args: argparse.Namespace) -> tuple[int, ...]:
+    """Bytes of each block."""
+    ends = [round(args.size_mb * 1e6) * i // args.blocks for i in range(args.blocks + 1)]
+    return tuple(stop - start for start, stop in pairwise(ends))
 
 
 def _step_fabric(args: argparse.Namespace) -> Fabric:

@@ -9,7 +9,7 @@ import pytest
 from services.cli import plan
 from services.planner.core.multicast.schedule import Move, Schedule, check
 from services.planner.core.multicast.strategies import STRATEGIES
-from shared.errors import BadInput
+from shared.errors import BadInput, CapacityExceeded
 from tests.unit.planner.step_model import independent_checker
 
 
@@ -135,6 +135,21 @@ def test_explain_names_everything_that_was_considered(capsys: pytest.CaptureFixt
     assert [row[1] for row in rows if row[0] == "*"] == ["taps"]
     assert "later" in out
     assert "1.458 s  nodes 1, 2, 3, 4, 5, 6, 7" in out
+
+
+def test_a_model_that_fits_on_no_node_is_cut_and_its_largest_part_is_planned(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ["--blocks", "10", "--size-mb", "1000", "--link-mbit", "8000", "--arena-mb", "520"]
+    assert run("--nodes", "8", "--sources", "2", *words, "--explain") == 0
+    out = capsys.readouterr().out
+    assert "groups of 2 nodes serve it, with blocks 0-4 (500.0 MB), blocks 5-9 (500.0 MB)" in out
+    assert "each part goes from 1 to 4 nodes" in out
+    assert "5 blocks from 1 to 4 nodes" in out
+    with pytest.raises(BadInput, match="multiples"):
+        run("--nodes", "7", *words)
+    with pytest.raises(CapacityExceeded, match=r"takes 1000 MB .* 1 nodes have room for 520 MB"):
+        run("--nodes", "1", *words)
 
 
 def test_explain_where_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None:
