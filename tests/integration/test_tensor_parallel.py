@@ -20,7 +20,6 @@ SETTINGS = {
     "LAMBDASCALE_NODE_STEP_FLOOR_S": "0.05",
     "LAMBDASCALE_NODE_SLOTS": "4",
     "LAMBDASCALE_NODE_SPECULATION": "0",  # or answers of random weights end before the blocks come
-    "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
 }
 
 
@@ -72,9 +71,14 @@ async def test_every_token_is_exact(tmp_path: Path, checkpoint: Path, oracle: Or
         os.kill(ranks["node-1"][0], signal.SIGKILL)
         check(oracle, asked, await streams)
         await up.until(lambda: len(up.watch.replicas) == 1, "one replica")
+        up.cluster.start_node("node-1")
+        await up.replicas(2)
+        check(oracle, asked, await up.ask_all(asked, TOKENS))
 
+        others = [*ranks["node-0"], *ranks_of(up.pid("node-1"))]
         up.kill("node-0")
-        await asyncio.to_thread(wait_for_the_end, ranks["node-0"] + ranks["node-1"])
+        up.kill("node-1")
+        await asyncio.to_thread(wait_for_the_end, others)
 
 
 def running_requests(up: Running) -> int:

@@ -234,9 +234,7 @@ class KernelStep:
         return ctypes.addressof(given)
 
 
-def _address(numbers: "array[int] | bytes") -> int | None:
-    if isinstance(numbers, bytes):
-        return ctypes.cast(ctypes.c_char_p(numbers), ctypes.c_void_p).value
+def _address(numbers: "array[int]") -> int:
     return numbers.buffer_info()[0]
 
 

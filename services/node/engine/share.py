@@ -3,8 +3,8 @@ parallelism: Shoeybi et al., "Megatron-LM", 2019).
 
 Megatron's ranks divide every second matrix by its inputs, and sum what they get. Here all matrices
 are divided by their outputs: each rank computes some numbers of a result, as one process would, and
-all read the whole of it. On a CPU that takes four meetings a layer in place of two, of a
-microsecond each, and the bits stay those of one process. So a request may go on at a node of
+all read the whole of it. That takes four meetings a layer in place of two, which on a CPU cost
+little, and the bits stay those of one process. So a request may go on at a node of
 another degree, with its KV, and gets the same tokens.
 
 - Attention: whole heads, a KV head with the query heads of its group.

@@ -4,7 +4,7 @@ the addresses of any process."""
 from array import array
 from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 import torch
@@ -19,6 +19,12 @@ BLOCK = 16
 """The most rows of a sequence that one thread attends at a time."""
 SCORES = 1 << 19
 """Limit of scores kept for each thread. It is exceeded only if a single row needs more."""
+
+
+if TYPE_CHECKING:
+    Int32s = array[int]
+else:
+    Int32s = array  # cannot be subscripted when it runs
 
 
 class Step(Protocol):
@@ -43,12 +49,12 @@ class StepPlan(msgspec.Struct, frozen=True, array_like=True):
     scratch: int
     """Scores of a thread."""
     n_spans: int
-    spans: bytes
+    spans: Int32s
     """See `Attention` in kernels.h, and `pages`."""
-    pages: bytes
+    pages: Int32s
     adapters: tuple[ModelId, ...]
-    whose: bytes
-    """For each row the number of its adapter in `adapters`, or -1, as int32. Empty: none has."""
+    whose: Int32s
+    """For each row the number of its adapter in `adapters`, or -1. Empty: none has."""
 
 
 def plan_step(spans: Sequence[Span], group: int) -> StepPlan:
@@ -71,8 +77,8 @@ def plan_step(spans: Sequence[Span], group: int) -> StepPlan:
         longest=longest,
         scratch=group * max(n * pages_of(first + n) * PAGE for _, n, first, _ in blocks),
         n_spans=len(blocks),
-        spans=array("i", chain.from_iterable(blocks)).tobytes(),
-        pages=pages.tobytes(),
+        spans=array("i", chain.from_iterable(blocks)),
+        pages=pages,
         adapters=tuple(adapters),
-        whose=array("i", whose).tobytes() if adapters else b"",
+        whose=array("i", whose if adapters else ()),
     )

@@ -9,6 +9,7 @@ import os
 import socket
 import struct
 import weakref
+from array import array
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
@@ -20,7 +21,7 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
 from services.node.engine.linear import Packed
 from services.node.engine.share import Share
-from services.node.engine.step import StepPlan
+from services.node.engine.step import Int32s, StepPlan
 from services.node.engine.weights import HeadUnit
 from shared.errors import CapacityExceeded, EngineFailed
 from shared.ids import ModelId
@@ -182,15 +183,25 @@ class Done(msgspec.Struct, frozen=True):
     text: str = ""
 
 
+def _to_bytes(numbers: Int32s) -> bytes:
+    return numbers.tobytes()
+
+
+def _from_bytes(kind: type, data: bytes) -> Int32s:
+    return array("i", data)
+
+
 class Channel:
     """Messages over a socket. EOFError or OSError: the other end is gone."""
 
     def __init__(self, connection: socket.socket, *, answers: bool) -> None:
         """`answers`: those are what comes; else orders come."""
         self._connection = connection
-        self._encode = msgspec.msgpack.Encoder().encode
+        self._encode = msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode
         self._decode: Callable[[bytes], object] = (
-            msgspec.msgpack.Decoder(Done) if answers else msgspec.msgpack.Decoder(Order)
+            msgspec.msgpack.Decoder(Done)
+            if answers
+            else msgspec.msgpack.Decoder(Order, dec_hook=_from_bytes)
         ).decode
 
     def send(self, message: Order | Done, descriptor: int | None = None) -> None:

@@ -57,3 +57,7 @@ def test_an_engine_that_fails_again_and_again_is_broken() -> None:
     assert not watchdog.look(Pulse(None, 0.1, FAILURES - 1), 0.0)
     said = watchdog.look(Pulse(None, 0.1, FAILURES), LOOK_S)
     assert said == "its engine has failed 5 times in a row: see its log"
+
+
+def test_a_broken_engine_is_unfit_at_once() -> None:
+    assert Watchdog(0).look(Pulse(broken="its rank 1 ended"), 0.0) == "its rank 1 ended"

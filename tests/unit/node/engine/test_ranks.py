@@ -39,11 +39,13 @@ DEGREES = (2, 4)
 class Divided:
     """An engine of a degree, which serves one test after the other."""
 
-    def __init__(self, degree: int, form: Form = "packed") -> None:
+    def __init__(self, degree: int, form: Form = "packed", threads: int = 1) -> None:
         self.degree = degree
         self._arena = Arena(8 << 20)
         self.ranks = Ranks(degree, self._arena.memory)
-        self.engine = TorchEngine("cpu", 4096, threads=degree, cpu_weights=form, ranks=self.ranks)
+        self.engine = TorchEngine(
+            "cpu", 4096, threads=degree * threads, cpu_weights=form, ranks=self.ranks
+        )
 
     @contextmanager
     def holding(self, model: Model, start: int = 0, stop: int | None = None) -> Iterator[Path]:
@@ -116,10 +118,10 @@ def test_bf16_and_shares_of_different_sizes(divided: Divided, logits: Logits) ->
     assert torch.equal(together, logits.take())
 
 
-def test_weights_of_8_bits(logits: Logits) -> None:
+def test_weights_of_8_bits_and_ranks_of_several_threads(logits: Logits) -> None:
     model = make_model()
     model.cpu_weights = "int8"
-    made = Divided(2, "int8")
+    made = Divided(2, "int8", threads=2)
     with made.holding(model) as path:
         tokens = path.generate(PROMPT, 3)
     made.ranks.close()
