@@ -75,8 +75,10 @@ class ModelledDataPlane:
         self._check_open()
         self._mover.host(model, manifest, space, held)
 
-    async def take_over(self, model: ModelId, block: int) -> frozenset[int]:
-        return await self._do(self._mover.take_over(model, block))
+    async def take_over(
+        self, model: ModelId, blocks: Sequence[int]
+    ) -> Mapping[int, frozenset[int]]:
+        return await self._do(self._mover.take_over_all(model, blocks))
 
     async def mark_held(
         self, model: ModelId, block: int, chunks: Sequence[int] | None = None

@@ -191,6 +191,9 @@ class Hosting:
                 plan.model_id, followed, pulls, addresses, space, capability=plan.capability
             )
             _tell_pulls(hosted, plan, pulls)
+            missing = sorted(block for block in own if block not in held)
+            if missing:
+                self._promote(followed, hosted, missing)
             await self._opening.open(hosted)
             asleep = held - hosted.residency.runnable
         if held:
@@ -198,9 +201,6 @@ class Hosting:
         if asleep:
             waking = self.landings.wake(followed, hosted, sorted(asleep))
             self._spawn(waking, f"wake {plan.model_id}")
-        missing = sorted(block for block in own if block not in held)
-        if missing:
-            self._promote(followed, hosted, missing)
         for block in sorted(asked & held - asleep):
             await self.landings.report_held(followed, hosted, block)
 

@@ -76,8 +76,8 @@ class Promotion:
 
     async def _take_over(self) -> list[Wanted]:
         wanted: list[Wanted] = []
-        for block in list(self._missing):
-            verified = await self._data.take_over(self._model, block)
+        taken = await self._data.take_over(self._model, list(self._missing))
+        for block, verified in taken.items():
             self._missing[block] = self._space.manifest.n_chunks(block)
             self._count(block, len(verified))
             if block in self._missing:

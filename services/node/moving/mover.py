@@ -131,6 +131,12 @@ class Mover:
         model = self._hosted(model_id)
         self._do(model, model.pulls.hold(block, chunks))
 
+    async def take_over_all(
+        self, model_id: ModelId, blocks: Iterable[int]
+    ) -> dict[int, frozenset[int]]:
+        """`take_over` for some blocks."""
+        return {block: await self.take_over(model_id, block) for block in blocks}
+
     async def take_over(self, model_id: ModelId, block: int) -> frozenset[int]:
         """Ends the block's pull. Once this returns, the caller may fill the block's buffer, except
         for the chunks that are returned: they are verified, and peers read them."""

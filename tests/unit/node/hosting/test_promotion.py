@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from services.node.checkpoints import reading
 from services.node.checkpoints.reading import Reading, Wanted
 from services.node.execution.worker import Worker
 from services.node.moving.data_plane import DataPlane
-from shared.errors import ModelError
+from shared.errors import CapacityExceeded, ModelError
 from shared.ids import ModelId
 from shared.messages.pool import Tier
 from tests.support.models import WIDE
@@ -92,6 +93,37 @@ async def test_a_block_runs_while_another_is_read(
         await up.apply("a", promote=(1, 2, 0))
         await up.until_arrived("a", (2, 0))
         await up.until_holds("a", {Tier.GPU: (0, 2), Tier.DISK: ALL})
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+async def test_blocks_are_read_while_the_engine_opens_the_model(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch, refuses: bool
+) -> None:
+    opening, may_open = asyncio.Event(), asyncio.Event()
+    open_model = Worker.open_model
+
+    async def slowly(*args: Any) -> None:
+        opening.set()
+        await may_open.wait()
+        if refuses:
+            raise CapacityExceeded("no KV for it")
+        await open_model(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Worker, "open_model", slowly)
+        taking_up = asyncio.ensure_future(up.apply("a", promote=ALL))
+        await opening.wait()
+        await first_chunks(up)
+        assert up.arrived("a") == []
+        may_open.set()
+        if refuses:
+            with pytest.raises(CapacityExceeded, match="no KV"):
+                await taking_up
+            await up.nothing_leaked("a")
+        else:
+            await taking_up
+            await up.until_arrived("a", ALL)
+            assert await up.generate("a")
 
 
 async def test_what_was_verified_is_not_read_again(
