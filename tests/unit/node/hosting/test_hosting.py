@@ -427,6 +427,7 @@ async def test_release_while_blocks_come(
         await up.apply("a", promote=ALL, revision=1)
         await up.apply("b", FROM_A, event="ev-2")
         await up.until_arrived("b", ALL, event="ev-2")
+        await up.until_arrived("a", ALL)
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
 
 
