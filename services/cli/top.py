@@ -88,7 +88,7 @@ def models_table(planner: PlannerState, loads: Loads) -> Table:
     rows = []
     for each in sorted(planner.sets, key=lambda found: found.name):
         serving = [i for i in each.instances if i.state is InstanceState.SERVING]
-        replicas = sum(instance.is_replica for instance in serving)
+        replicas = sum(instance.lasts for instance in serving)
         queued, running = loads.of(each.name)
         share = f"{each.coming.share:.0%} of {each.coming.replicas}" if each.coming else ""
         rows.append((each.name, queued, running, replicas, len(serving) - replicas, share))

@@ -29,8 +29,9 @@ def census(models: Iterable[ModelMachine], waiting: set[ModelId]) -> tuple[Censu
 
 
 def _one(model: ModelMachine, waits: bool) -> Census:
-    complete = len(model.fleet.replicas)
-    there = sum(not member.draining for member in model.fleet.members.values())
+    fleet = model.fleet
+    complete = fleet.count(fleet.parts(fleet.replicas))
+    there = fleet.count(fleet.parts(m for m in fleet.members.values() if not m.draining))
     return Census(
         model=model.record.name,
         wanted=model.wanted,

@@ -1,5 +1,6 @@
 """What a plan is expected to take, in the terms of an event's record."""
 
+from collections import Counter
 from dataclasses import dataclass
 
 import msgspec
@@ -49,6 +50,7 @@ class Expected:
     yet."""
     complete_s: float | None
     replicas: int
+    """A group of devices counts once."""
 
 
 def expected_of(record: EventRecord, wall_ns: int) -> Expected:
@@ -64,5 +66,5 @@ def expected_of(record: EventRecord, wall_ns: int) -> Expected:
     return Expected(
         first_s=0.0 if begun else left(first),
         complete_s=left(predicted.all_complete_s),
-        replicas=len(record.targets),
+        replicas=max(Counter(map(record.parts.get, record.targets)).values(), default=0),
     )

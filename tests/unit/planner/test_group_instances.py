@@ -4,12 +4,16 @@ import itertools
 
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
+from services.planner.core.events import begin
+from services.planner.core.forecast import expected_of
 from services.planner.core.instances import Member, Rules, groups, is_group, plan, revise
 from services.planner.core.serving.strategies import SERVING
-from shared.ids import NodeId
+from shared.ids import EventId, NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.parts import Part
+from tests.unit.planner.scripted import record as model_record
 
 BLOCKS, SLOTS = 6, 8
 A, B = CUT = Part(0, 3), Part(3, 6)
@@ -107,3 +111,24 @@ def test_as_many_groups_as_there_can_be(found: list[tuple[Part, str]], data: st.
     assert all(is_group(stages, there) for stages in after)
     used = [stage.node for stages in after for stage in stages]
     assert len(used) == len(set(used))
+
+
+def test_an_event_brings_as_many_replicas_as_groups() -> None:
+    record = begin(
+        EventId("ev"),
+        model_record(),
+        strategy="auto",
+        cause="",
+        waiting_ns=0,
+        detected_ns=0,
+        wanted_ns=0,
+        decided_ns=0,
+        expected={},
+        trace="",
+    )
+    names = tuple(map(NodeId, "abcd"))
+    assert expected_of(replace(record, targets=names), 0).replicas == 4
+    parts = dict(zip(names, (A, B, A, B), strict=True))
+    assert expected_of(replace(record, targets=names, parts=parts), 0).replicas == 2
+    mends = replace(record, targets=names[:1], parts=parts)
+    assert expected_of(mends, 0).replicas == 1
