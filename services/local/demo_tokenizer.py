@@ -1,6 +1,7 @@
 """A byte-level BPE tokenizer, trained here on Python's own help texts, with a chat template."""
 
 import json
+from collections.abc import Iterable
 from pydoc_data.topics import topics
 
 from tokenizers import AddedToken, Tokenizer, decoders, pre_tokenizers, processors
@@ -37,8 +38,11 @@ CHAT_TEMPLATE = """{{ bos_token }}
 """Calls of tools are written as Hermes and Qwen write them."""
 
 
-def train_tokenizer(vocab_size: int) -> Tokenizer:
-    """A tokenizer of MIN_VOCAB to `vocab_size` tokens, the same for one release of Python."""
+def train_tokenizer(vocab_size: int, texts: Iterable[str] | None = None) -> Tokenizer:
+    """A tokenizer of MIN_VOCAB to `vocab_size` tokens. Without `texts` it learns from Python's
+    help, and is the same for one release of Python."""
+    if texts is None:
+        texts = [topics[name] for name in sorted(topics)] if vocab_size > MIN_VOCAB else []
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -48,8 +52,7 @@ def train_tokenizer(vocab_size: int) -> Tokenizer:
         special_tokens=[AddedToken(token, special=True) for token in SPECIAL_TOKENS],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
     )
-    text = [topics[name] for name in sorted(topics)] if vocab_size > MIN_VOCAB else []
-    tokenizer.train_from_iterator(text, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     tokenizer.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", special_tokens=[(BOS, tokenizer.token_to_id(BOS))]
     )

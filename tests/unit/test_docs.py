@@ -20,7 +20,7 @@ DOCS = [
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("benchmarks/*.md")),
 ]
-PACKAGES = ("services", "shared", "simulation", "benchmarks", "tests")
+PACKAGES = ("services", "shared", "simulation", "benchmarks", "tests", "training")
 FOLDERS = (*PACKAGES, "docs", "deploy")
 SUFFIXES = (".py", ".md", ".c", ".h", ".png", ".svg", ".example")
 SECTIONS = msgspec.structs.fields(Config)
