@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.local.nats_server import find_server
+from services.local.processes import holder_of
 from shared.config import Config
 from shared.errors import LambdaScaleError
 
@@ -89,6 +90,9 @@ def ports(machine: Machine) -> Finding:
         with socket.create_server((gateway.host, gateway.port)):
             pass
     except OSError as error:
+        if holder_of(machine.data) is not None:
+            found = f"{where} is in use, and the cluster in {machine.data} runs"
+            return Finding("gateway's port", State.WELL, found)
         advice = "end what listens there, or set gateway.port (`up --port N`)"
         return Finding("gateway's port", State.LACKS, f"{where}: {error.strerror}", advice)
     return Finding("gateway's port", State.WELL, f"{where} is free")

@@ -79,6 +79,18 @@ def test_a_port_that_is_taken(tmp_path: Path) -> None:
     assert checkup.ports(where).state is State.WELL
 
 
+def test_the_port_of_the_cluster_that_runs_here_is_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkup, "holder_of", {tmp_path: "its process"}.get)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        config = Config(gateway=GatewayConfig(port=taken.getsockname()[1]))
+        found = checkup.ports(Machine(config, tmp_path))
+        assert found.state is State.WELL
+        assert f"the cluster in {tmp_path} runs" in found.found
+        assert checkup.ports(Machine(config, tmp_path / "other")).state is State.LACKS
+
+
 def test_no_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert checkup.compiler(machine(tmp_path)).state is State.LACKS
