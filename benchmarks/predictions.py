@@ -16,7 +16,7 @@ from pathlib import Path
 
 from services.local.asking import ask
 from services.local.cluster import Cluster, ClusterSpec, bus_config
-from services.local.demo_model import make_demo_model
+from services.local.demo_model import make_random_model
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from services.planner.core.costs import arrival_times
@@ -83,7 +83,7 @@ async def real(sizes: Sequence[int], rates: Sequence[float], rounds: int) -> Non
     print(f"events of real processes: seconds predicted / actual = ratio, medians of {rounds}")
     with tempfile.TemporaryDirectory() as directory:
         checkpoint = Path(directory) / "model"
-        make_demo_model(checkpoint)
+        make_random_model(checkpoint)
         for nodes in sizes:
             for rate in rates:
                 found = await events(Path(directory), checkpoint, nodes, rate, rounds)

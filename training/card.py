@@ -55,7 +55,7 @@ They are carried by packages of Debian 12, and are in the public domain or as fr
 
 One document of {HELD_OUT} is held out ({facts.held_out:,} tokens); {facts.tokens / 1e6:.2f} million
 tokens are trained with. WordNet 3.0 Copyright 2006 by Princeton University. All rights reserved;
-its licence is in the package's `copyright`.
+its licence is in the file WORDNET beside this one.
 
 ## Training
 

@@ -97,7 +97,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     demo = actions.add_parser(
         "demo",
         help="make a small checkpoint to try things with",
-        description="Makes a small Llama checkpoint with random weights: its answers mean nothing.",
+        description="Writes the checkpoint of the demo's model: a very small Llama that says "
+        "English sentences, and knows next to nothing.",
     )
     demo.add_argument("path", type=absolute, metavar="PATH", help="directory to make")
     demo.set_defaults(run=_demo)
@@ -168,11 +169,11 @@ async def _publish(args: argparse.Namespace, name: ModelName, path: Path) -> int
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from services.local.demo_model import make_demo_model  # imports torch: a second
+    from services.local.talking.wide import make_wide  # imports torch: a second
 
     if args.path.exists():
         raise BadInput(f"{args.path} is there already: name a directory that is not")
-    make_demo_model(args.path)
+    make_wide(args.path)
     say(f"made {args.path}: publish it with `lambdascale model add {args.path}`")
     return 0
 

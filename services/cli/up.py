@@ -2,10 +2,10 @@
 
 import argparse
 import asyncio
+import json
 import socket
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from services.cli import hub
@@ -18,20 +18,27 @@ from services.cli.client import (
     print_json,
     say,
 )
-from services.cli.demo import DEFAULT_OUT
 from services.cli.status import processes_of
-from services.local import processes
+from services.local import processes, talking
+from services.local.asking import ask
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.detaching import detached
 from services.local.publishing import publish
 from services.local.supervision import Supervisor
+from shared import subjects
+from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import load
 from shared.errors import BadInput, Conflict
-from shared.ids import check_model_name
+from shared.ids import ModelName, check_model_name
+from shared.messages.pool import Models, ModelsQuery
 from shared.messages.scaling import ImportModel
 
-DEMO_MODEL = Path(DEFAULT_OUT) / "model"
+ASK = ("/v1/completions", {"prompt": "Hello", "max_tokens": 16})
+ASK_DEMO = (
+    "/v1/chat/completions",
+    {"messages": [{"role": "user", "content": "Who are you?"}], "max_tokens": 64},
+)
 DATA = "directory of the cluster: logs, stores, traces, state"
 
 
@@ -67,8 +74,11 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "of them may die (default: %(default)s)",
     )  # fmt: skip
     up.add_argument(
-        "--model", metavar=hub.FORMS, help="publish this checkpoint, as `model add` does"
-    )
+        "--model", metavar=hub.FORMS,
+        help="publish this checkpoint, as `model add` does (default: where no model was published "
+        "before, a very small one that says English sentences, as `demo`)",
+    )  # fmt: skip
+    up.add_argument("--no-model", action="store_true", help="publish no model")
     hub.add_cache_option(up)
     up.add_argument("--name", help="what to call the model (default: its directory's name)")
     port = "the gateway's port; 0: any free port (default: gateway.port, 8000)"
@@ -110,6 +120,8 @@ def run_up(args: argparse.Namespace) -> int:
         raise BadInput(f"--port {args.port}: use 0 to 65535")
     if args.name is not None and args.model is None:
         raise BadInput("--name names the model of --model PATH, which is missing")
+    if args.no_model and args.model is not None:
+        raise BadInput("--model and --no-model exclude each other")
     if args.model is not None:
         args.name = check_model_name(args.name or hub.name_of(args.model))
     config = load(args.config).gateway
@@ -188,17 +200,16 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
     await cluster.start(say)
     url = cluster.state.gateway_url
     say(f"ready: {', '.join(cluster.state.gateway_urls)} (data in {args.data})")
-    if args.model is not None:
-        async with NatsBus(bus_config(cluster.state), "cli") as bus:
-            await publish(bus, ImportModel(path=str(args.model), name=args.name), say=say)
-        key = '-H "Authorization: Bearer $KEY" ' if load(args.config).gateway.api_keys else ""
-        body = f'{{"model": "{args.name}", "prompt": "Hello", "max_tokens": 16}}'
-        say(
-            f"try it:\n  curl {url}/v1/completions {key}-H 'Content-Type: application/json' "
-            f"-d '{body}'"
-        )
+    async with NatsBus(bus_config(cluster.state), "cli") as bus:
+        name = await _publish(bus, args)
+    if name is None:
+        data = "" if args.data == DEFAULT_DATA else f" --data {args.data}"
+        say(f"publish a model: lambdascale model add PATH{data}")
     else:
-        say(_hint(args))
+        key = '-H "Authorization: Bearer $KEY" ' if load(args.config).gateway.api_keys else ""
+        path, asked = ASK_DEMO if name == talking.NAME else ASK
+        body = json.dumps({"model": name} | asked)
+        say(f"try it:\n  curl {url}{path} {key}-H 'Content-Type: application/json' -d '{body}'")
     if args.json:
         print_json(
             {
@@ -211,15 +222,19 @@ async def _start(cluster: Cluster, args: argparse.Namespace) -> None:
         )
 
 
-def _hint(args: argparse.Namespace) -> str:
-    """How to go on without a model."""
-    data = "" if args.data == DEFAULT_DATA else f" --data {args.data}"
-    if (DEMO_MODEL / "config.json").is_file():
-        return f"publish a model, such as the demo's: lambdascale model add {DEMO_MODEL}{data}"
-    return (
-        f"publish a model: lambdascale model add PATH{data}\n"
-        "or make a small one to try things with: lambdascale model demo small"
-    )
+async def _publish(bus: Bus, args: argparse.Namespace) -> ModelName | None:
+    """The name of a model that can be asked: what --model names, or else what was published before,
+    or else the demo's."""
+    if args.model is not None:
+        await publish(bus, ImportModel(path=str(args.model), name=args.name), say=say)
+        return ModelName(args.name)
+    if known := (await ask(bus, subjects.REGISTRY_MODELS, ModelsQuery(), Models)).records:
+        return known[0].name
+    if args.no_model:
+        return None
+    request = ImportModel(path=str(talking.CHECKPOINT), name=talking.NAME)
+    await publish(bus, request, say=say)
+    return talking.NAME
 
 
 def say_with_time(text: str) -> None:

@@ -1,8 +1,8 @@
 """Makes checkpoints of Llama with random weights: real files in every respect but their training.
 
-They are for trying the system where no model can be downloaded, and for tests. Such a model says
-nonsense, but it is a hard case for a serving system: random attention is sharp, so that every token
-depends on the whole context, and one wrong byte anywhere changes everything that follows.
+They are for tests and benchmarks, which need models of all sizes. Such a model says nonsense, but
+it is a hard case for a serving system: random attention is sharp, so that every token depends on
+the whole context, and one wrong byte anywhere changes everything that follows.
 """
 
 import json
@@ -66,8 +66,8 @@ class CheckpointSpec:
     seed: int = 0
 
 
-def make_demo_model(path: Path, *, layers: int = 14, hidden: int = 256, seed: int = 0) -> None:
-    """The model of the quick start: 48 MB in fp32, `layers` + 2 units of nearly equal size.
+def make_random_model(path: Path, *, layers: int = 14, hidden: int = 256, seed: int = 0) -> None:
+    """A model for benchmarks: 48 MB in fp32, `layers` + 2 units of nearly equal size.
 
     The vocabulary is chosen so that the embedding is as large as a layer. `hidden`: a multiple of
     128. It takes a few seconds and no network, and gives the same bytes for the same arguments.

@@ -37,8 +37,8 @@ print(urllib.request.urlopen("http://127.0.0.1:16686/api/services", timeout=10).
 """
 MODEL = """
 from pathlib import Path
-from services.local.demo_model import make_demo_model
-make_demo_model(Path("/out/demo"))
+from services.local.demo_model import make_random_model
+make_random_model(Path("/out/demo"))
 for file in Path("/out/demo").iterdir():
     file.chmod(0o644)
 """

@@ -265,7 +265,7 @@ async def check_end(run: Callable[..., Any], directory: Path) -> None:
 async def test_a_cluster_ends_with_its_up(directory: Path, number: signal.Signals | None) -> None:
     """`up` is ended by a signal, or (None) by `down` in another terminal."""
     data = directory / "lambdascale-data"
-    words = ("up", "--nodes", "1", "--port", "0")
+    words = ("up", "--nodes", "1", "--port", "0", "--no-model")
     up = await commands.start(*words, cwd=directory)
     assert up.stderr
     async with asyncio.timeout(LIMIT_S):

@@ -138,7 +138,7 @@ async def test_what_is_killed_is_started_again(directory: Path) -> None:
 
 
 async def test_in_the_foreground_a_line_says_so(directory: Path) -> None:
-    words = ("up", "--nodes", "1", "--config", "cluster.toml")
+    words = ("up", "--nodes", "1", "--no-model", "--config", "cluster.toml")
     up = await commands.start(*words, cwd=directory)
     assert up.stderr
     async with asyncio.timeout(LIMIT_S):
@@ -146,7 +146,7 @@ async def test_in_the_foreground_a_line_says_so(directory: Path) -> None:
         while b"Ctrl-C" not in (line := await up.stderr.readline()):
             assert line
             said += line
-        assert b"make a small one to try things with: lambdascale model demo small" in said
+        assert b"publish a model: lambdascale model add PATH" in said
         os.kill(record(directory / "lambdascale-data", "planner").pid, signal.SIGKILL)
         ended = await up.stderr.readline()
         assert b"planner was killed by SIGKILL; it is started again in 1 s (log: " in ended

@@ -24,8 +24,8 @@ from services.cli.demo.view import render
 from services.cli.report import of_event, write
 from services.local import processes
 from services.local.cluster import Cluster, ClusterSpec, bus_config, node_id
-from services.local.demo_model import make_demo_model
 from services.local.publishing import import_model
+from services.local.talking.wide import make_wide
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.base import Bus
@@ -86,9 +86,9 @@ class Demo:
     async def _model(self) -> Path:
         model = self.out / "model"
         if not model.exists():
-            self._say("making a small model")
             unfinished = self.out / "model.unfinished"
-            await asyncio.to_thread(make_demo_model, unfinished)
+            shutil.rmtree(unfinished, ignore_errors=True)
+            await asyncio.to_thread(make_wide, unfinished)
             unfinished.rename(model)
         return model
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from services.local.demo_model import make_checkpoint, make_demo_model
+from services.local.demo_model import make_checkpoint, make_random_model
 from services.node.checkpoints.checkpoint import open_checkpoint
 from services.node.checkpoints.packing import lay_out
 from shared.errors import BadInput
@@ -28,7 +28,7 @@ everywhere."""
 def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.set_num_threads(1)
     path = tmp_path_factory.mktemp("demo")
-    make_demo_model(path)
+    make_random_model(path)
     return path
 
 
@@ -133,7 +133,7 @@ def test_the_seed_decides(tmp_path: Path) -> None:
 
 
 def test_larger_demo_models_stay_balanced(tmp_path: Path) -> None:
-    make_demo_model(tmp_path, layers=2, hidden=384)
+    make_random_model(tmp_path, layers=2, hidden=384)
     sizes = [block.nbytes for block in lay_out(open_checkpoint(tmp_path).units)]
     assert max(sizes) < 1.02 * min(sizes)
     assert json.loads((tmp_path / "config.json").read_text())["num_attention_heads"] == 12
@@ -141,6 +141,6 @@ def test_larger_demo_models_stay_balanced(tmp_path: Path) -> None:
 
 def test_sizes_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(BadInput, match="100"):
-        make_demo_model(tmp_path, hidden=100)
+        make_random_model(tmp_path, hidden=100)
     with pytest.raises(BadInput, match="vocabulary"):
         make_checkpoint(tmp_path, replace(TINY, vocab_size=100))

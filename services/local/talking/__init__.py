@@ -1,0 +1,9 @@
+"""The demo's model, which says English sentences: a small Llama that `training` has trained."""
+
+from pathlib import Path
+
+from shared.ids import ModelName
+
+CHECKPOINT = Path(__file__).parent / "checkpoint"
+"""As it was trained: in bfloat16, with its card."""
+NAME = ModelName("demo")
