@@ -118,22 +118,24 @@ class Slots(RuleBasedStateMachine):
 
     @rule()
     def settle(self) -> None:
-        """Everything under way arrives, nodes say what they have, pauses run out, and suspects, who
-        run one after the other, are cleared."""
+        """Everything under way arrives, nodes run and say what they have, pauses run out, instances
+        are tried again, and suspects, who run one after the other, are cleared."""
         quiet, before = 0, self.suspects()
         while quiet < (16 if before else 4):  # a prompt takes several steps
             now = self.suspects()
             quiet, before = quiet + 1 if now == before else 0, now
-            for name in self.pool.nodes:
-                self.pool.step(name)
-            self.pool.deliver_all()
-            self.pool.wait(2 * REFUSED_S)
+            self.sweep_and_wait(2 * REFUSED_S)
         for _ in range(4):
-            self.pool.deliver_all()
-            self.pool.wait(TIMEOUT_S)
+            self.sweep_and_wait(TIMEOUT_S)
         self.pool.deliver_all()
         self.check_nobody_waits_in_vain()
         self.check_nodes_run_what_is_wanted()
+
+    def sweep_and_wait(self, seconds: float) -> None:
+        for name in self.pool.nodes:
+            self.pool.step(name)
+        self.pool.deliver_all()
+        self.pool.wait(seconds)
 
     def suspects(self) -> dict[str, int]:
         """Each with the number of its tokens."""

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from shared.ids import KeyId, ModelName, TenantId
-from shared.messages.access import DEFAULT_TENANT, Limits, ServiceTier, TenantRecord
+from shared.messages.access import Limits, ServiceTier, TenantRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,3 @@ def caller_of(
         accounts=() if free else tuple(one for one in accounts if one.limits != Limits()),
         admin=admin,
     )
-
-
-ANYBODY = caller_of(TenantRecord(id=DEFAULT_TENANT), KeyId(""), (), Limits())
-"""Where no key is asked for, and the tenant `default` has no settings."""

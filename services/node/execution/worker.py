@@ -260,7 +260,7 @@ class Worker:
         def call(steps: Steps) -> None:
             try:
                 act(steps)
-            except Exception as error:  # handed on to the caller
+            except BaseException as error:  # handed on to the caller; the thread goes on
                 loop.call_soon_threadsafe(_settle, answer, error)
             else:
                 loop.call_soon_threadsafe(_settle, answer, None)
@@ -390,7 +390,7 @@ def _call(then: Callable[[], None]) -> Call:
     return lambda _: then()
 
 
-def _settle(answer: asyncio.Future[None], error: Exception | None) -> None:
+def _settle(answer: asyncio.Future[None], error: BaseException | None) -> None:
     if answer.done():
         return
     if error is None:

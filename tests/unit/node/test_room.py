@@ -56,8 +56,8 @@ def test_nothing_of_a_sequence_runs_before_every_stage_has_room() -> None:
     asked = core.submit(message, n_blocks=BLOCKS, held=range(BLOCKS))
     path, secret = Path(MODEL, THREE), secret_of(message)
     assert asked == [
-        Send("mem://b", Admit(path, 1, "r#1", 3, 32, secret=secret)),
-        Send("mem://c", Admit(path, 2, "r#1", 3, 32, secret=secret)),
+        Send("mem://b", Admit(path, 1, "r#1", 3, 32, secret=secret, pulls=True)),
+        Send("mem://c", Admit(path, 2, "r#1", 3, 32, secret=secret, pulls=True)),
     ]
     assert core.take() == ()
     core.received(Admitted(2, "r#1"))
