@@ -25,6 +25,15 @@ NODES, SLOTS = 4, 2
 PATHS = ((0, 1), (1, 2), (2, 3), (3, 0), (0, 1, 2, 3))
 PLACES = ((0,), (1,), (2,), (3,), *PATHS)
 PICK = st.integers(0, 1000)
+SWEEPS = 4
+"""So many take a token over every path. If nodes ran less before a gateway asks, whatever is on a
+path would look stuck."""
+
+
+def shares(path: Instance, replica: Instance) -> bool:
+    """Whether the replica's node runs the path's prompts anyway: they stay till their first
+    token."""
+    return replica.is_replica and replica.leader in {stage.node for stage in path.stages[:2]}
 
 
 class Slots(RuleBasedStateMachine):
@@ -124,18 +133,20 @@ class Slots(RuleBasedStateMachine):
         while quiet < (16 if before else 4):  # a prompt takes several steps
             now = self.suspects()
             quiet, before = quiet + 1 if now == before else 0, now
-            self.sweep_and_wait(2 * REFUSED_S)
+            self.sweep()
+            self.pool.wait(2 * REFUSED_S)
         for _ in range(4):
-            self.sweep_and_wait(TIMEOUT_S)
+            for _ in range(SWEEPS):
+                self.sweep()
+            self.pool.wait(TIMEOUT_S)
         self.pool.deliver_all()
         self.check_nobody_waits_in_vain()
         self.check_nodes_run_what_is_wanted()
 
-    def sweep_and_wait(self, seconds: float) -> None:
+    def sweep(self) -> None:
         for name in self.pool.nodes:
             self.pool.step(name)
         self.pool.deliver_all()
-        self.pool.wait(seconds)
 
     def suspects(self) -> dict[str, int]:
         """Each with the number of its tokens."""
@@ -162,13 +173,16 @@ class Slots(RuleBasedStateMachine):
     def check_nobody_waits_in_vain(self) -> None:
         serving = [i for i in self.pool.instances if i.state is InstanceState.SERVING]
         replicas = [i for i in serving if i.is_replica]
-        moving = {i.id for i in self.pool.instances if i.state is InstanceState.MOVING}
+        moving = {i.id: i for i in self.pool.instances if i.state is InstanceState.MOVING}
         for gateway in self.pool.gateways:
             for client in gateway.open:
                 request = client.request
                 waits = not request.running
-                leaves = request.instance in moving and request.move is None
+                path = moving.get(request.instance) if request.instance else None
+                leaves = path is not None and request.move is None
                 better = serving if waits else replicas or serving if leaves else []
+                if path and not request.has_token:
+                    better = [each for each in better if not shares(path, each)]
                 free = [each.id for each in better if self.could_begin(gateway, request, each)]
                 assert not free, f"{request.id} waits while {free} could begin it"
         for name, node in self.pool.nodes.items():
@@ -179,7 +193,7 @@ class Slots(RuleBasedStateMachine):
         """Whether the gateway may send one more there, and the nodes really have room."""
         mine = [r.request for r in gateway.clients.values() if r.open]
         there = [r for r in mine if place.id in (r.instance, r.move and r.move.instance)]
-        if len(there) >= place.slots:
+        if len(there) >= place.slots or self.is_trying(place, request):
             return False
         for stage in place.stages:
             account = Account(SLOTS)
@@ -194,6 +208,17 @@ class Slots(RuleBasedStateMachine):
             if not account.has_room(len(place.stages), weight(place.stages, stage, BLOCKS)):
                 return False
         return True
+
+    def is_trying(self, place: Instance, request: Request) -> bool:
+        """Whether a node of the place tries another request, which may kill nodes."""
+        clients = [c for gateway in self.pool.gateways for c in gateway.open]
+        nodes = {stage.node for stage in place.stages}
+        tried = {c.request.id for c in clients if c.request.suspect} - {request.id}
+        return any(
+            sequence.submit.request in tried and nodes & {s.node for s in sequence.path.stages}
+            for name in self.pool.nodes
+            for sequence in self.pool.led(name)
+        )
 
     def check_nodes_run_what_is_wanted(self) -> None:
         wanted = {
