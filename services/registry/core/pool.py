@@ -368,6 +368,8 @@ class Pool:
         return tuple(target for target, _ in chosen), effects
 
     def _check_groups(self, request: Reserve, blocks: int) -> None:
+        if not all(request.groups):
+            raise BadInput(f"reserve for event {request.event}: a group has no part")
         for part in (part for group in request.groups for part in group):
             if not 0 <= part.start < part.stop <= blocks:
                 raise BadInput(f"reserve for event {request.event}: the model has no {part}")
