@@ -249,6 +249,8 @@ class Batcher:
         `aboard`: the parts of the sweep that is under way."""
         if not self._follower.may_pull:
             return []
+        if self._leader.led.waiting:  # those that can begin count as the node's own work
+            self._leader.admit(self._tick())
         parts = (*aboard, *(part for _, part in self._follower.queue))
         rows = (row for part in parts for row in part.rows)
         busy = sum(row.count for row in rows if row.position == 0 or row.count - row.proposed > 1)

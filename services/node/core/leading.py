@@ -291,9 +291,10 @@ class Leader:
 
     @property
     def backlog(self) -> int:
-        """Positions of prompts that are to be run here, and are in no micro-batch."""
+        """Positions of prompts that are to be run here, and are in no micro-batch. Attempts that
+        wait to begin do not count: they may wait for the KV of prompts that are not here yet."""
         ready = (s for s in self.led.running.values() if s.flight is None and not s.decodes)
-        return sum(s.prompt - s.position for s in (*ready, *self.led.waiting))
+        return sum(s.prompt - s.position for s in ready)
 
     def propose(self, part: Part, spare: int) -> Part:
         """A part that was just formed, with proposed tokens: at most `spare` more positions, shared
