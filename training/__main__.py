@@ -7,6 +7,7 @@ every two minutes, from which the next call goes on. It needs Debian's apt-get, 
 """
 
 import argparse
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from services.local.demo_tokenizer import BOS, EOS, train_tokenizer
+from services.local.talking import CHECKPOINT, LICENCE
 from training import card
 from training.export import export
 from training.network import Network, Shape
@@ -55,6 +57,8 @@ def main() -> None:
         trigram=Trigrams(tokens.astype(np.int64), shape.vocab_size).loss(tests.astype(np.int64)),
     )
     (args.out / "README.md").write_text(card.text(facts))
+    if args.out.resolve() != CHECKPOINT:
+        shutil.copyfile(CHECKPOINT / LICENCE, args.out / LICENCE)
     print(card.text(facts))
 
 

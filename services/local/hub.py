@@ -43,8 +43,8 @@ _WANTED = re.compile(
     r"[\w.-]+\.(json|jinja|txt)|(model|adapter_model)(-[\w-]+)?\.safetensors|1_Pooling/config\.json",
     re.ASCII,
 )
-"""Of a repository's files: weights as transformers and PEFT name them, and the small files beside.
-Other forms of the same weights are left alone."""
+"""Matches the files that are fetched: weights as transformers and PEFT name them, and the small
+files beside them. Other forms of the same weights are left alone."""
 
 
 class HubError(LambdaScaleError):

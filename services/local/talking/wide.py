@@ -8,8 +8,13 @@ import torch
 from safetensors.torch import load_file
 
 from services.local.demo_model import save_weights, write_json
-from services.local.talking import CHECKPOINT
+from services.local.talking import CHECKPOINT, LICENCE
 from services.node.checkpoints.config import EMBEDDING, HEAD
+
+AS_THEY_ARE = (
+    *("generation_config.json", "tokenizer.json", "tokenizer_config.json"),
+    *("README.md", LICENCE),
+)
 
 
 def make_wide(path: Path) -> None:
@@ -19,7 +24,7 @@ def make_wide(path: Path) -> None:
     multiplies, and its files are as large as its blocks.
     """
     path.mkdir(parents=True)
-    for name in ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "README.md"):
+    for name in AS_THEY_ARE:
         shutil.copyfile(CHECKPOINT / name, path / name)
     config = json.loads((CHECKPOINT / "config.json").read_text())
     write_json(path / "config.json", config | {"dtype": "float32", "tie_word_embeddings": False})

@@ -72,7 +72,7 @@ class TorchEngine:
         of a sweep through a whole model (see NodeConfig). `cpu_weights`: the form of matrices
         on a CPU. `capture`: how decode steps are recorded; None lets the device decide. Given
         on a CPU, it makes the kernels for GPUs run there, in Triton's interpreter. `shelf`: for
-        packed weights. `kept_bytes`: the packed weights of so many bytes are kept while their
+        packed weights. `kept_bytes`: this much of the packed weights is kept while their
         blocks are away. `ranks`: those that run decoders together with this one. Make the
         engine on the thread that calls it."""
         self._device = torch_device(device)

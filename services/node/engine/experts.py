@@ -59,8 +59,9 @@ def add_shared_experts(
 def _outputs(
     normed: torch.Tensor, mlp: ExpertMlp, config: ExpertsConfig
 ) -> Iterator[tuple[torch.Tensor, slice, Callable[[], torch.Tensor] | None]]:
-    """Of each expert that has rows, in order: these rows, their place among those of all experts,
-    and what gives their weighted results in float32. None: another rank has the expert."""
+    """Goes through the experts that have rows, in order. Each gives its rows, their place among the
+    rows of all experts, and a function that computes their weighted results in float32. The
+    function is None if another rank has the expert."""
     weights, chosen = (each.flatten() for each in route(normed, mlp, config))
     by_expert = chosen.argsort(stable=True)
     rows, weights = by_expert // config.per_token, weights[by_expert, None]

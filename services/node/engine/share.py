@@ -24,7 +24,7 @@ from services.node.engine import kernels
 from shared.errors import UnsupportedModel
 
 UNIT = 16
-"""Outputs that a rank computes together: the kernels' vectors have so many."""
+"""A rank computes this many outputs together, because the kernels' vectors have this length."""
 
 
 class Among(NamedTuple):
@@ -60,8 +60,8 @@ WHOLE = Share()
 
 
 def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> torch.Tensor:
-    """Of a tensor whose first dimension has parts of these sizes, what is `own` of each part, one
-    after the other. A view if it is one piece."""
+    """Takes from each part of a tensor the rows that `own` names, and joins them. The parts follow
+    one another in the first dimension and have these sizes. A view if it is one piece."""
     pieces: list[range] = []
     start = 0
     for size, part in zip(sizes, own, strict=True):
@@ -76,7 +76,7 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> tor
 
 
 def check_divides(degree: int, config: ModelConfig, dtype: torch.dtype) -> None:
-    """UnsupportedModel if so many ranks cannot run the model."""
+    """Raises UnsupportedModel if `degree` ranks cannot run the model together."""
     if dtype not in kernels.DTYPES:
         raise UnsupportedModel(
             f"node.tensor_parallel is {degree}, and models in {dtype} are not divided: serve this "

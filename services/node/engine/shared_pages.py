@@ -120,9 +120,9 @@ class PackedBlocks:
         most: int = 0,
         share: Share = WHOLE,
     ) -> None:
-        """`compiled`: what packs weights here; None: nothing does. `most`: packed weights are kept
-        of blocks of so many bytes, as long as some of these have left the arena. `share`: what of a
-        block is packed."""
+        """`compiled`: what packs weights here; None: nothing does. `most`: how many bytes of
+        blocks keep their packed weights, while some of these blocks are not in the arena. `share`:
+        the part of each block that is packed."""
         self._shelf = shelf
         part = "" if share == WHOLE else f" {share.rank} of {share.of}"
         self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}{part}"

@@ -117,7 +117,7 @@ class AttachBlock(_Order, frozen=True):
     model: ModelId
     block: int
     offset: int
-    """Of the block's bytes in the arena."""
+    """Where the block's bytes begin in the arena."""
 
 
 class CloseModel(_Order, frozen=True):
@@ -144,7 +144,7 @@ class Run(_Order, frozen=True):
 
 
 class Head(_Order, frozen=True):
-    """Multiply your share of the head with so many rows."""
+    """Multiply your share of the head with this number of rows."""
 
     model: ModelId
     rows: int
@@ -179,7 +179,7 @@ Order = (
 
 class Done(msgspec.Struct, frozen=True):
     code: str = ""
-    """Of the error; empty: there was none."""
+    """The error's code. It is empty if there was no error."""
     text: str = ""
 
 

@@ -113,7 +113,7 @@ def _stops(ends: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:
 
 
 def _rounded(sizes: Sequence[int]) -> list[int]:
-    """The sizes, so many of them rounded down to others that all combinations can be looked at."""
+    """Rounds sizes down to other sizes until few enough differ for all combinations to be tried."""
     rounded = sorted(sizes, reverse=True)
     counts = Counter(rounded)
     while prod(count + 1 for count in counts.values()) > MOST_STATES:
@@ -147,8 +147,8 @@ def known_cut(parts: Iterable[Part], blocks: int) -> tuple[Part, ...] | None:
 def lacking(
     cut: Sequence[Part], there: Mapping[Part, int], groups: int
 ) -> tuple[tuple[Part, ...], ...]:
-    """What is missing until there are so many groups: for each further group the parts that it
-    lacks. `there`: how many devices have each part, or will."""
+    """The parts that each group lacks, for every group that is not whole, until there are `groups`
+    of them. `there`: how many devices have each part, or will."""
     return tuple(
         missing
         for number in range(groups)

@@ -34,6 +34,12 @@ def tokenizer(wide: Path) -> Any:
     return AutoTokenizer.from_pretrained(wide)
 
 
+def test_the_licence_that_the_card_names_lies_beside_it(wide: Path) -> None:
+    for path in (CHECKPOINT, wide):
+        assert "in the file WORDNET beside this one" in (path / "README.md").read_text()
+        assert "Princeton University" in (path / "WORDNET").read_text()
+
+
 def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < MOST_BYTES
 
