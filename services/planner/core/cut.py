@@ -8,8 +8,8 @@ one machine if the model fits on one, since activations then need no network.
 
 The largest g rooms are the best g to have. In which order they take their runs is found by dynamic
 programming over how many rooms of each size are used: what matters is the furthest block that they
-reach. Rooms that are alike count as one size, so that is fast; among many sizes, those beyond the
-largest `SIZES` count as the smallest of these.
+reach. Rooms that are alike count as one size, so that is fast. If there are too many sizes
+(`MOST_STATES`), those that are closest count as the smaller of the two.
 """
 
 from bisect import bisect_right
@@ -24,7 +24,7 @@ from shared.layout import room_of
 from shared.parts import Part, whole
 
 MOST_STATES = 20_000
-"""Sizes of rooms are rounded down until no more combinations of them are to be looked at."""
+"""Sizes of rooms are rounded down until they have no more combinations than this."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] |
     for room in rooms:
         hosts.setdefault(room.host or room.node, []).append(room.nbytes)
     cuts = [found for sizes in hosts.values() if (found := _fewest(ends, sizes))]
-    if not cuts:
-        cuts = [found for found in [_fewest(ends, [room.nbytes for room in rooms])] if found]
+    if not cuts and (found := _fewest(ends, [room.nbytes for room in rooms])):
+        cuts = [found]
     best = min(cuts, key=lambda stops: (len(stops), _largest(ends, stops), stops), default=None)
     if best is None:
         return None
