@@ -15,6 +15,7 @@ from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
 from services.node.moving.gate import CapabilityGate
+from services.node.moving.kv_room import KvRoom
 from services.node.parts import WorkerListener
 from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -81,6 +82,8 @@ class RealParts:
     ) -> DataPlane:
         config = self._config
         signers = load_signers(config.signers_file)
+        kv_room = KvRoom()
+        memories = [*memories, *kv_room.memories]
         return DataPlane(
             config.host,
             config.port,
@@ -91,6 +94,7 @@ class RealParts:
             None if signers is None else CapabilityGate(signers),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
+            kv_room=kv_room,
         )
 
     def _ways(self, memories: Sequence[Memory], landing: Landing | None) -> list[Direct]:

@@ -1,158 +1,22 @@
 """One suite over every transport."""
 
 import asyncio
-import os
-from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator
 
 import pytest
 
-from services.node.memory.arena import Arena
-from services.node.transport import native
-from services.node.transport.base import Brought, Buffer, NoListener, Transport
-from services.node.transport.direct import Direct
+from services.node.transport.base import Brought, Buffer
 from services.node.transport.loans import LOANS
-from services.node.transport.memory import MemoryNetwork, MemoryTransport
-from services.node.transport.rdma import RdmaDirect
-from services.node.transport.shm import ShmDirect
-from services.node.transport.tcp import TcpTransport
-from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown, TransportError
-from simulation.network import Network
-from simulation.transport import Ends, ModelledTransport
-from tests.support.listeners import Bring, Hears
-from tests.support.tls import certificates
-
-MIB = 1 << 20
-FAST = 10_000_000_000
-ARENA = 32 * MIB
-SILENCE_S = 60.0
-"""Nobody is silent here: peers answer, close or refuse, however busy the machine is."""
-RDMA = (os.environ.get("LS_RDMA_DEVICE", ""), int(os.environ.get("LS_RDMA_GID_INDEX", "0")))
-"""Device and index of its address; without one, these tests run over RDMA in tests/rdma."""
-
-
-@dataclass
-class End:
-    """A transport, the memory that it knows, and what it told its node."""
-
-    transport: Transport
-    arena: Arena
-    way: str
-    """What carries bytes between two such ends."""
-    received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
-    lost: list[tuple[str, TransportError]] = field(default_factory=list)
-    bring: Bring = NoListener().bring
-    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
-    waker: set[asyncio.Task[None]] = field(default_factory=set)
-
-    @property
-    def address(self) -> str:
-        return self.transport.address
-
-    def room(self, nbytes: int) -> memoryview:
-        return self.arena.allocate(nbytes).memory
-
-    def put(self, data: bytes) -> memoryview:
-        memory = self.room(len(data))
-        memory[:] = data
-        return memory
-
-    def wake(self) -> None:
-        async def notify() -> None:
-            async with self.changed:
-                self.changed.notify_all()
-
-        task = asyncio.get_running_loop().create_task(notify())
-        self.waker.add(task)
-        task.add_done_callback(self.waker.discard)
-
-    async def until(self, condition: Callable[[], bool]) -> None:
-        async with asyncio.timeout(SILENCE_S), self.changed:
-            await self.changed.wait_for(condition)
-
-
-class Cluster:
-    """Starts and stops the ends of a test, all of one kind."""
-
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
-        self.network = MemoryNetwork()
-        self.links = Network()
-        self.ends = Ends(self.links)
-        self.count = 0
-        self.stacks: dict[str, AsyncExitStack] = {}
-
-    async def start(self, *, rate: int = 0, at: str | None = None) -> End:
-        end: End
-
-        def on_message(sender: str, header: memoryview, payload: memoryview) -> None:
-            end.received.append((sender, bytes(header), bytes(payload)))
-            end.wake()
-
-        def on_peer_lost(address: str, error: TransportError) -> None:
-            end.lost.append((address, error))
-            end.wake()
-
-        async def bring(region: str, offset: int, nbytes: int) -> Brought:
-            return await end.bring(region, offset, nbytes)
-
-        listener = Hears(on_message, on_peer_lost, bring=bring)
-        if self.kind == "rdma":
-            rate //= 10  # an emulated machine is slow: the pace is to be its limit too
-        arena = Arena(ARENA)
-        transport: TcpTransport | MemoryTransport | ModelledTransport
-        if self.kind in ("tcp", "tcp in C", "tls", "shm", "rdma"):
-            ways: dict[str, Direct] = {
-                "shm": ShmDirect([arena.memory], machine="here", bytes_per_s=rate),
-                "rdma": RdmaDirect([arena.memory], *RDMA, bytes_per_s=rate),
-            }
-            transport = TcpTransport(
-                "127.0.0.1",
-                int(at.rpartition(":")[2]) if at else 0,
-                link_bytes_per_s=rate,
-                listener=listener,
-                ways=[ways[self.kind]] if self.kind in ways else [],
-                tls=certificates() if self.kind == "tls" else None,
-                silence_s=SILENCE_S,
-            )
-        elif self.kind == "modelled":
-            self.count += 1
-            node = at.removeprefix("sim://") if at else str(self.count)
-            if node not in self.links:
-                self.links.add(node, out=rate or FAST, into=rate or FAST)
-            transport = ModelledTransport(self.ends, node, listener=listener)
-        else:
-            self.count += 1
-            transport = MemoryTransport(
-                self.network,
-                at or f"memory://{self.count}",
-                link_bytes_per_s=rate,
-                listener=listener,
-            )
-        end = End(transport, arena, "tcp" if self.kind in ("tcp in C", "tls") else self.kind)
-        stack = AsyncExitStack()
-        await stack.enter_async_context(transport)
-        self.stacks[end.address] = stack
-        return end
-
-    async def stop(self, end: End) -> None:
-        await self.stacks.pop(end.address).aclose()
-
-
-KINDS = ["memory", "modelled", "tcp", "tcp in C", "tls", "shm", *(["rdma"] if RDMA[0] else [])]
+from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown
+from tests.support.transports import KINDS, MIB, SILENCE_S, Cluster, End, clusters
 
 
 @pytest.fixture(params=KINDS)
 async def cluster(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Cluster]:
-    if request.param == "tcp":
-        monkeypatch.setattr(native, "load", lambda: None)
-    cluster = Cluster(request.param)
-    yield cluster
-    for stack in list(cluster.stacks.values()):
-        await stack.aclose()
+    async with clusters(request.param, monkeypatch) as cluster:
+        yield cluster
 
 
 def pattern(nbytes: int, seed: int = 1) -> bytes:

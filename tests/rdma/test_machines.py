@@ -57,7 +57,11 @@ async def machines(
 async def test_within_one_machine(machines: tuple[Machine, Machine]) -> None:
     """What tests/rdma/guest says of RdmaDirect, and the contract of all transports over it."""
     first, _ = machines
-    tests = ("tests/rdma/guest", "tests/contract/test_transport.py")
+    tests = (
+        "tests/rdma/guest",
+        "tests/contract/test_transport.py",
+        "tests/contract/test_kv_images.py",
+    )
     few = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     async with first.run("pytest", *PYTEST, *tests, environment=few) as job:
         assert await job.ended(timeout=JOB_S) == 0

@@ -1,9 +1,9 @@
 """Memory for weights: taken once, before any transfer, and handed out in spans.
 
 Pages are touched when the arena is made, so that no transfer ever waits for the kernel to provide
-them. A span has one owner, who frees it. Whoever reads or writes it meanwhile (transport, engine)
-holds it, and a span that is held cannot be freed: cancelling an await does not stop what touches
-the memory.
+them. Only a *lazy* arena gets its pages when they are first used. A span has one owner, who frees
+it. Whoever reads or writes it meanwhile (transport, engine) holds it, and a span that is held
+cannot be freed: cancelling an await does not stop what touches the memory.
 """
 
 import fcntl
@@ -55,17 +55,23 @@ class Span:
 
 class Arena:
     def __init__(
-        self, nbytes: int, setting: str = "node.arena_bytes", kept: int | None = None
+        self,
+        nbytes: int,
+        setting: str = "node.arena_bytes",
+        kept: int | None = None,
+        *,
+        lazy: bool = False,
     ) -> None:
         """Allocates and faults in `nbytes`, rounded up to whole pages. CapacityExceeded if the
-        machine does not have them. `setting`: what says how many, for the error.
+        machine does not have them. `setting`: what says how many, for the error. `lazy`: for an
+        arena that is rarely used, and hardly ever whole.
 
         `kept`: the descriptor of an arena of this size that outlived its process, to be gone on
         with: its bytes are as they were. BadInput: it is no such arena. The caller closes it."""
         if nbytes <= 0:
             raise BadInput(f"an arena of {nbytes} bytes")
         self.nbytes = _round_up(nbytes, PAGE)
-        self._memory, self.file = self._new(setting) if kept is None else self._again(kept)
+        self._memory, self.file = self._new(setting, lazy) if kept is None else self._again(kept)
         """`file` is the descriptor of the memfd, for the keeper."""
         self._close_file = weakref.finalize(self, os.close, self.file)
         readable = os.open(f"/proc/self/fd/{self.file}", os.O_RDONLY | os.O_CLOEXEC)
@@ -76,8 +82,8 @@ class Arena:
         """Free ranges (start, stop), ascending; no two of them touch."""
         self._spans: dict[int, Span] = {}
 
-    def _new(self, setting: str) -> tuple[memoryview, int]:
-        if self.nbytes > (left := host_memory().left):
+    def _new(self, setting: str, lazy: bool) -> tuple[memoryview, int]:
+        if not lazy and self.nbytes > (left := host_memory().left):
             raise _no_memory(self.nbytes, f"{left} bytes are left of this machine's", setting)
         file = os.memfd_create("lambdascale-arena", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -87,7 +93,7 @@ class Arena:
         except OSError as error:
             os.close(file)
             raise _no_memory(self.nbytes, error.strerror, setting) from error
-        for start in range(0, self.nbytes, _TOUCH):
+        for start in range(0, 0 if lazy else self.nbytes, _TOUCH):
             pages = memory[start : start + _TOUCH : PAGE]
             pages[:] = bytes(len(pages))
         return memory, file

@@ -19,6 +19,7 @@ from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
 from services.node.moving.events import PlaneListener
 from services.node.moving.kv_images import KvImages
+from services.node.moving.kv_room import KvRoom
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport.base import Buffer, Gate, Permit, Transport
@@ -53,8 +54,10 @@ class DataPlane:
         *,
         listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
+        kv_room: KvRoom | None = None,
     ) -> None:
-        """`ways` to move bytes by besides TCP, best first. `gate`: what peers may read.
+        """`ways` to move bytes by besides TCP, best first. `gate`: what peers may read. `kv_room`:
+        the memory for KV on its way that the `ways` know, to be closed here; None: they know none.
         `overwrites` is told of each part of the arena before anything is written there. The
         callbacks are called on the data loop and must not block."""
         self._make = partial(
@@ -70,6 +73,7 @@ class DataPlane:
         )
         self._hears = listener
         self._overwrites = overwrites
+        self._kv_room = kv_room or KvRoom()
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started = _milestone()
         self._ended = _milestone()
@@ -104,6 +108,7 @@ class DataPlane:
         with suppress(RuntimeError):  # the loop is closed: the thread ended by itself
             self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join)
+        self._kv_room.close()
 
     # --- from the control loop ---
 
@@ -228,7 +233,7 @@ class DataPlane:
                 on_failed=self._hears.on_failed,
                 overwrites=self._overwrites,
             )
-            self._images = KvImages(transport, self._spawn)
+            self._images = KvImages(transport, self._kv_room, self._spawn)
             self.address = transport.address
             self._started.set_result(None)
             await self._stop.wait()

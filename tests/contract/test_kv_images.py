@@ -1,0 +1,188 @@
+"""Copies of KV between two nodes over every transport: what arrives, how, and what is left."""
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+
+from services.node.moving import kv_images
+from services.node.moving.kv_images import KV_REGION, KvImages
+from shared.errors import NotFound, RegionUnknown
+from tests.support.transports import ARENA, KINDS, MIB, SILENCE_S, Cluster, End, clusters
+
+
+@pytest.fixture(params=KINDS)
+async def cluster(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Cluster]:
+    async with clusters(request.param, monkeypatch) as cluster:
+        yield cluster
+
+
+class Pages:
+    def __init__(self, content: bytes = b"", nbytes: int = 0) -> None:
+        self.nbytes = nbytes or len(content)
+        self.content = content
+        self.gone = False
+
+    def read(self, image: memoryview) -> None:
+        if self.gone:
+            raise NotFound("the model was closed")
+        image[:] = self.content
+
+    def fill(self, image: memoryview) -> None:
+        if self.gone:
+            raise NotFound("the model was closed")
+        self.content = bytes(image)
+
+
+class Node:
+    """KvImages over a transport, and what has carried KV to it."""
+
+    def __init__(self, end: End) -> None:
+        self.end = end
+        self.ways: list[str] = []
+        self.tasks: set[asyncio.Task[None]] = set()
+        transport = end.transport
+        read = transport.read
+
+        async def watched(*args: Any, **more: Any) -> Any:
+            result = await read(*args, **more)
+            self.ways.append(result.way)
+            return result
+
+        transport.read = watched  # type: ignore[method-assign]
+        self.images = KvImages(transport, end.kv_room, self._spawn)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+    def lending(self, pages: Pages) -> "asyncio.Future[tuple[str, bytes]]":
+        told: asyncio.Future[tuple[str, bytes]] = asyncio.get_running_loop().create_future()
+        self.images.lend(pages, lambda *what: told.set_result(what))
+        return told
+
+    async def lend(self, pages: Pages) -> tuple[str, bytes]:
+        return await asyncio.wait_for(self.lending(pages), SILENCE_S)
+
+    async def bring(self, source: "Node", region: str, digest: bytes, pages: Pages) -> bool:
+        told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self.images.bring(source.end.address, region, digest, pages, told.set_result)
+        return await asyncio.wait_for(told, SILENCE_S)
+
+    async def has(self, source: "Node", region: str) -> bool:
+        into = memoryview(bytearray(1))
+        try:
+            await self.end.transport.read(source.end.address, region, 0, into, priority=0)
+        except RegionUnknown:
+            return False
+        return True
+
+
+async def two(cluster: Cluster, *, rate: int = 0) -> tuple[Node, Node]:
+    return Node(await cluster.start(rate=rate)), Node(await cluster.start())
+
+
+KV = bytes(range(256)) * 1000
+
+
+async def test_pages_arrive_by_the_best_way_and_the_copy_goes(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    region, digest = await source.lend(Pages(KV))
+    pages = Pages(nbytes=len(KV))
+    assert await target.bring(source, region, digest, pages)
+    assert pages.content == KV
+    assert target.ways == [target.end.way]
+    source.images.end(region)
+    await asyncio.gather(*source.tasks)
+    assert not await target.has(source, region)
+    source.images.end(region)
+
+
+async def test_wrong_bytes_are_not_taken(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    region, _ = await source.lend(Pages(KV))
+    pages = Pages(nbytes=len(KV))
+    assert not await target.bring(source, region, b"another digest", pages)
+    assert pages.content == b""
+
+
+async def test_a_region_that_is_unknown_or_shorter_is_no_kv(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    assert not await target.bring(source, "kv/unknown", b"", Pages(nbytes=10))
+    region, digest = await source.lend(Pages(KV))
+    assert not await target.bring(source, region, digest, Pages(nbytes=len(KV) + 1))
+
+
+async def test_pages_that_are_gone_are_not_lent_and_not_filled(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    gone = Pages(KV)
+    gone.gone = True
+    assert await source.lend(gone) == ("", b"")
+    region, digest = await source.lend(Pages(KV))
+    assert not await target.bring(source, region, digest, gone)
+
+
+async def test_what_finds_no_room_waits_for_what_was_lent_before(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    most = bytes(ARENA // 2)
+    first, _ = await source.lend(Pages(most))
+    await source.lend(Pages(most))
+    third, fourth = source.lending(Pages(KV)), source.lending(Pages(KV))
+    await asyncio.sleep(0.05)
+    assert not third.done()
+    source.images.end(first)
+    for later in (third, fourth):
+        region, digest = await asyncio.wait_for(later, SILENCE_S)
+        assert await target.bring(source, region, digest, Pages(nbytes=len(KV)))
+
+
+async def test_more_than_there_is_room_for_is_not_lent(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    assert await source.lend(Pages(bytes(ARENA + 1))) == ("", b"")
+    region, digest = await source.lend(Pages(KV))
+    assert not await target.bring(source, region, digest, Pages(nbytes=ARENA + 1))
+    for _ in range(2 * ARENA // len(KV)):  # what has come takes no room any more
+        assert await target.bring(source, region, digest, Pages(nbytes=len(KV)))
+
+
+async def test_what_goes_and_what_comes_do_not_wait_for_each_other(cluster: Cluster) -> None:
+    one, other = await two(cluster)
+    whole = bytes(ARENA)
+    lent = [await each.lend(Pages(whole)) for each in (one, other)]
+    pages = Pages(nbytes=ARENA), Pages(nbytes=ARENA)
+    assert await one.bring(other, *lent[1], pages[0])
+    assert await other.bring(one, *lent[0], pages[1])
+    assert all(each.content == whole for each in pages)
+
+
+async def test_a_copy_that_nobody_fetches_goes(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = await two(cluster)
+    monkeypatch.setattr(kv_images, "LENT_S", 0.01)
+    region, _ = await source.lend(Pages(KV))
+    await asyncio.sleep(0.05)
+    await asyncio.gather(*source.tasks)
+    assert not await target.has(source, region)
+
+
+async def test_kv_shares_the_port_with_blocks(cluster: Cluster) -> None:
+    """A long read of weights is under way on a paced link: KV comes before it has ended."""
+    if cluster.kind == "modelled":
+        pytest.skip("what is modelled lands all at once")
+    source, target = await two(cluster, rate=20_000_000)
+    weights = source.end.room(16 * MIB)
+    source.end.transport.register("w", weights, ready=len(weights), flow="model")
+    into = target.end.room(len(weights))
+    address = source.end.address
+    read = asyncio.ensure_future(target.end.transport.read(address, "w", 0, into, priority=0))
+    region, digest = await source.lend(Pages(KV))
+    assert region.startswith(KV_REGION)
+    assert await target.bring(source, region, digest, Pages(nbytes=len(KV)))
+    assert not read.done()
+    read.cancel()
+    await asyncio.wait([read])
