@@ -1,5 +1,6 @@
 """The demo's model is a checkpoint like any other, small, and talks: transformers is the oracle."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,21 @@ def test_it_is_small() -> None:
     assert sum(path.stat().st_size for path in CHECKPOINT.iterdir()) < MOST_BYTES
 
 
-def test_blocks_are_of_nearly_equal_size(wide: Path) -> None:
-    for path in (CHECKPOINT, wide):
-        sizes = [block.nbytes for block in lay_out(open_checkpoint(path).units)]
-        assert len(sizes) == 12
-        assert max(sizes) < 1.2 * min(sizes)
+def blocks_of(path: Path) -> list[int]:
+    return [block.nbytes for block in lay_out(open_checkpoint(path).units)]
+
+
+def test_blocks_are_of_nearly_equal_size() -> None:
+    sizes = blocks_of(CHECKPOINT)
+    assert len(sizes) == 12
+    assert max(sizes) < 1.2 * min(sizes)
+
+
+def test_a_wide_layer_is_large_beside_what_a_token_sends(wide: Path) -> None:
+    sizes = blocks_of(wide)
+    assert len(sizes) == 12
+    hidden = json.loads((wide / "config.json").read_text())["hidden_size"]
+    assert min(sizes[1:-1]) > 10_000 * 4 * hidden
     assert sum(sizes) == pytest.approx((wide / "model.safetensors").stat().st_size, rel=0.01)
 
 
