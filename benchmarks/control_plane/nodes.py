@@ -20,7 +20,7 @@ from benchmarks.control_plane.scene import (
     Scene,
 )
 from services.node.core.told import Telling
-from services.node.service import STATUS_EVERY_S, STATUS_GAP_S
+from services.node.statuses import STATUS_EVERY_S, STATUS_GAP_S
 from shared import subjects
 from shared.bus.base import Bus, KeyValue, On
 from shared.clock import wall_ns

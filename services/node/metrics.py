@@ -86,7 +86,7 @@ class NodeMetrics:
             lambda view: [((view.name(model),), s) for model, s in view.engine_s.items()],
             "model",
         )  # fmt: skip
-        gauge("unfit", "Whether nothing new may come to it", lambda view: view.unfit)
+        gauge("unfit", "Whether nothing new may come to it", lambda view: bool(view.unfit))
         for name, of in (
             ("kv_cache_usage_perc", "kv_usage_ratio"),
             ("num_preemptions_total", "preemptions_total"),

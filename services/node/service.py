@@ -1,18 +1,15 @@
 """The node's shell: from the bus to the models it hosts, the engine and the data plane."""
 
 import asyncio
-import dataclasses
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
-from services.node.attempt_spans import AttemptSpans
+from services.node.attempts import Attempts
 from services.node.core.handover import is_worth
 from services.node.core.profile import Profiler
-from services.node.core.told import Telling
 from services.node.core.view import NodeView
 from services.node.core.watchdog import LOOK_S, Watchdog
 from services.node.hosting.adapters import Adapters
@@ -21,7 +18,7 @@ from services.node.hosting.evacuation import evacuate
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.inheritance import ARENA, CACHE
 from services.node.hosting.lending import Lending
-from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
+from services.node.hosting.library import Library
 from services.node.hosting.memories import Memories
 from services.node.hosting.reports import Reports
 from services.node.keeper.link import Estate, KeeperLink
@@ -33,6 +30,8 @@ from services.node.notice import NoticeWatch
 from services.node.owners import Owners
 from services.node.parts import Parts
 from services.node.peers import Peers
+from services.node.pool_watch import PoolWatch
+from services.node.statuses import Statuses
 from services.node.threads import Threads
 from shared import subjects
 from shared.bus.base import Bus, On
@@ -45,15 +44,8 @@ from shared.messages.copies import DropCopy, KeepCopy, Leave
 from shared.messages.pool import (
     CopyProgress,
     Holding,
-    ModelAdded,
-    ModelRemoved,
-    Models,
-    ModelsQuery,
     NodeGone,
     NodeInfo,
-    NodeJoined,
-    NodeStatus,
-    Profile,
     ReportStatus,
 )
 from shared.messages.scaling import (
@@ -62,20 +54,13 @@ from shared.messages.scaling import (
     ModelImported,
     ReleaseModel,
 )
-from shared.messages.serving import BringAdapter, Cancel, Distrust, Submit, Tokens
+from shared.messages.serving import Distrust, Tokens
 from shared.messages.story import StoryQuery, Told
-from shared.pool_pages import read_nodes
 from shared.service import Service
 from shared.story import Transition
 
 if TYPE_CHECKING:
     from shared.metrics import Metrics
-
-STATUS_EVERY_S = 1.0
-STATUS_GAP_S = 0.05
-"""The least time between two statuses, however much changes. A block that lands is reported by
-itself: in a status it is said with the next change, or when the model is whole."""
-RETRY_S = 0.2
 
 Args = TypeVarTuple("Args")
 
@@ -111,22 +96,13 @@ class NodeService(Service):
         """Why it takes nothing new; empty: it is fit."""
         self._distrusted = ""
         """What a gateway found wrong with its answers; empty: nothing."""
-        self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
-        self._status_due = asyncio.Event()
-        self._status_cause = ""
-        """The last message that asked for the status that is due; empty if none did."""
-        self._status_whole = False
-        """Whether the next status has to say everything."""
-        self._telling = Telling()
         self._profiler = Profiler()
-        self._profile = Profile()
-        """What it had measured when it last reported it."""
+        self._statuses = Statuses(self._look, self._profiler)
         self._engine_s: defaultdict[ModelId, float] = defaultdict(float)
         """Seconds that the engine has spent in sweeps."""
         self._sent_bytes = 0
         self.node = NodeId(config.id)
         directory = Path(config.data_dir).absolute()
-        self._spans = AttemptSpans(self.node)
         self._keeper = KeeperLink(directory, self.node, keep_s)
         self._notice: NoticeWatch | None = None
         if config.notice:
@@ -149,7 +125,7 @@ class NodeService(Service):
             await self._notice.over()
         estate = await self._claim()
         self.resources.callback(estate.close)
-        self._library = Library(self._bus, self._parts.store(), changed=self._status_due.set)
+        self._library = Library(self._bus, self._parts.store(), changed=self._statuses.changed)
         await self._library.read_store()
         self._lending = Lending(self._library, self._profiler)
         if self._shares_compiled:
@@ -185,7 +161,7 @@ class NodeService(Service):
             self._worker,
             self._reports,
             keeper=self._keeper,
-            changed=self._status_due.set,
+            changed=self._statuses.changed,
             spawn=lambda work, name: self.spawn(work, name=name),
         )
         self.resources.push_async_callback(self._hosting.close)
@@ -208,10 +184,24 @@ class NodeService(Service):
             self._data,
             self._hosting.story,
             self.log,
-            changed=self._status_due.set,
+            changed=self._statuses.changed,
             spawn=self._spawn_one,
         )
         await self._copying.read_drafts()
+        self._attempts = Attempts(
+            self.node, self._worker, self._owners, self._adapters, self._publish
+        )
+        self._pool = PoolWatch(
+            self.node,
+            self._bus,
+            self._peers,
+            self._library,
+            self._hosting,
+            self._copying,
+            self._adapters,
+            attempt=self._try,
+            declared_gone=self._declared_gone,
+        )
         await self._connect_to_bus()
 
     async def _claim(self) -> Estate:
@@ -282,17 +272,19 @@ class NodeService(Service):
         await evacuate(self._bus, leave, lambda: self._worker.load().running, self.log)
         await self._lease.give_back()
         await self._worker.stop()
-        await self._tokens.join()
+        await self._attempts.published()
 
     # --- what the other threads say: see `Threads` ---
 
     def tokens_came(self, gateway: GatewayId, tokens: Tokens) -> None:
-        self._tokens.put_nowait((gateway, tokens))
+        self._attempts.tokens_came(gateway, tokens)
 
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
         config = self._config
         if config.kv_moves == "auto":
-            return is_worth(self._profile, config.link_bytes_per_s, model, positions, nbytes)
+            return is_worth(
+                self._statuses.profile, config.link_bytes_per_s, model, positions, nbytes
+            )
         return config.kv_moves == "always"
 
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
@@ -331,9 +323,8 @@ class NodeService(Service):
         self.log.error("unfit", why=why)
         self._hung()
         error = EngineFailed(f"node {self.node} is unfit: {why}")
-        await self._publish(subjects.POOL_STATUS, self._status())
-        for gateway, tokens in self._owners.failures(error):
-            await self._publish(subjects.gateway_tokens(gateway), tokens)
+        await self._publish(subjects.POOL_STATUS, self._statuses.next())
+        await self._attempts.fail(error)
         self._worker.give_up(error)
 
     async def _on_distrust(self, message: Distrust) -> None:
@@ -363,13 +354,9 @@ class NodeService(Service):
         node = self.node
         await self._lease.wait_until_free()
         bus = self._bus
-        models = On(ModelAdded, self._on_added), On(ModelRemoved, self._on_removed)
-        self.own(await bus.subscribe(subjects.POOL_MODELS, *models))
-        nodes = On(NodeJoined, self._on_joined), On(NodeGone, self._on_gone)
-        self.own(await bus.subscribe(subjects.POOL_NODES, *nodes))
+        await self._pool.follow(self.own)
         for subject in (subjects.POOL_REPORT, subjects.node_report(node)):
             self.own(await bus.subscribe(subject, On(ReportStatus, self._on_report)))
-        self.own(await bus.subscribe(subjects.node_cancel(node), On(Cancel, self._on_cancel)))
         distrust = On(Distrust, self._on_distrust)
         self.own(await bus.subscribe(subjects.node_distrust(node), distrust))
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
@@ -377,20 +364,18 @@ class NodeService(Service):
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))
         self.own(await bus.serve(subjects.node_keep(node), KeepCopy, self._keep))
         self.own(await bus.serve(subjects.node_drop(node), DropCopy, self._drop))
-        self.own(await bus.serve(subjects.node_submit(node), Submit, self._submit))
-        self.own(await bus.serve(subjects.node_adapted(node), Submit, self._submit_adapted))
-        self.own(await bus.serve(subjects.node_adapter(node), BringAdapter, self._bring_adapter))
+        await self._attempts.serve(bus, self.own)
         self.own(await bus.serve(subjects.node_ping(node), Ping, self._pong))
         self.own(await bus.serve(subjects.node_story(node), StoryQuery, self._told))
         await self._lease.take()  # last: whoever sees the node may call it
         self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
         self.spawn(self._hosting.landings.run(), name="landings")
-        self.spawn(self._publish_tokens(), name="tokens")
+        self.spawn(self._attempts.publish_tokens(), name="tokens")
         self.spawn(self._owners.watch(), name="owners")
         self.spawn(self._watch_engine(), name="watchdog")
-        self.spawn(self._publish_status(), name="status")
-        self.spawn(self._learn_pool(), name="learn pool")
+        self.spawn(self._statuses.run(self._publish_status), name="status")
+        self.spawn(self._pool.learn(), name="learn pool")
         if self._notice is not None:
             self.spawn(self._heed(self._notice), name="notice")
 
@@ -408,54 +393,17 @@ class NodeService(Service):
 
     # --- the pool ---
 
-    async def _learn_pool(self) -> None:
-        """Learns of the models and peers that were there before this node. Waits for the
-        registry."""
-        ask = partial(self._bus.request, timeout=REGISTRY_TIMEOUT_S)
-        while True:
-            try:
-                models = await ask(subjects.REGISTRY_MODELS, ModelsQuery(), Models)
-                peers = await read_nodes(ask)
-                break
-            except LambdaScaleError:
-                await asyncio.sleep(RETRY_S)
-        for record in models.records:
-            self._try("learning a model", self._library.learn, record)
-        self._peers.meet(*peers)
-
-    async def _on_added(self, message: ModelAdded) -> None:
-        self._try("learning a model", self._library.learn, message.record)
-
-    async def _on_removed(self, message: ModelRemoved) -> None:
-        stored = self._library.forget(message.model_id)
-        self._try("forgetting a model", self._remove, message, stored)
-
-    async def _on_joined(self, message: NodeJoined) -> None:
-        self._peers.meet(message.info)
-
-    async def _remove(self, message: ModelRemoved, stored: bool) -> None:
-        await self._adapters.forget(message.model_id)
-        await self._copying.forget(message.model_id)
-        await self._hosting.forget(message.model_id, cause=message.origin)
-        if stored:
-            await self._library.delete(message.model_id)
-
-    async def _on_gone(self, gone: NodeGone) -> None:
-        if gone.node == self.node:
-            if gone.generation == self.info.generation and not self._lease.over:
-                self.spawn(self._start_over(gone.generation), name="new generation")
-            return
-        self._peers.gone(gone)
+    def _declared_gone(self, gone: NodeGone) -> None:
+        if gone.generation == self.info.generation and not self._lease.over:
+            self.spawn(self._start_over(gone.generation), name="new generation")
 
     async def _start_over(self, ended: Generation) -> None:
         await self._lease.start_over(ended)
         self._keeper.works_as(self.info.generation)
-        self._status_whole = True
-        self._status_due.set()
+        self._statuses.everything()
 
     async def _on_report(self, message: ReportStatus) -> None:
-        self._status_cause, self._status_whole = message.origin, True
-        self._status_due.set()
+        self._statuses.everything(message.origin)
 
     # --- requests of others ---
 
@@ -495,35 +443,10 @@ class NodeService(Service):
         await self._hosting.drop_cached(message.model_id, message.why, cause=message.origin)
         return Ok()
 
-    async def _submit(self, message: Submit) -> Ok:
-        self._owners.begun(message)
-        self._spans.begun(message)
-        try:
-            await self._worker.submit(message)
-        except BaseException as error:
-            self._spans.refused(message, error)
-            self._owners.over(message.gateway, message.request, message.attempt)
-            raise
-        return Ok()
-
-    async def _submit_adapted(self, message: Submit) -> Ok:
-        """A request with an adapter, which every stage has before anything is run."""
-        await self._adapters.everywhere(message)
-        return await self._submit(message)
-
-    async def _bring_adapter(self, message: BringAdapter) -> Ok:
-        await self._adapters.ready(message.adapter, message.base)
-        return Ok()
-
-    async def _on_cancel(self, message: Cancel) -> None:
-        self._owners.cancelled(message)
-        self._spans.cancelled(message)
-        self._worker.cancel(message)
-
     async def _import(self, message: ImportModel) -> ModelImported:
         record = await self._library.pack(message)
-        self._status_cause = message.origin
-        await self._bus.publish(subjects.POOL_STATUS, self._status())  # before it is announced
+        status = self._statuses.next(message.origin)
+        await self._bus.publish(subjects.POOL_STATUS, status)  # before the model is announced
         await self._library.publish(record, cause=message.origin)
         self.log.info("model imported", model=record.name, model_id=record.model_id)
         return ModelImported(record=record, cause=message.origin)
@@ -536,14 +459,6 @@ class NodeService(Service):
                 await self._bus.publish(subject, message)
             except BusError as error:
                 self.log.warning("not published", subject=subject, error=str(error))
-
-    async def _publish_tokens(self) -> None:
-        while True:
-            gateway, tokens = await self._tokens.get()
-            self._owners.told(gateway, tokens)
-            self._spans.told(tokens)
-            await self._publish(subjects.gateway_tokens(gateway), tokens)
-            self._tokens.task_done()
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
         """What happened here lately to a model, an event, a request or a sequence, and why; oldest
@@ -567,35 +482,11 @@ class NodeService(Service):
         """The copies that it has begun."""
         return self._copying.progress()
 
-    def _status(self) -> NodeStatus:
-        self._threads.catch_up()
-        told = self._telling.next(self.holdings(), whole=self._status_whole)
-        cause, self._status_cause, self._status_whole = self._status_cause, "", False
-        disk_free, disk_bytes = self._library.room()
-        self._profile = self._profiler.profile()
-        return NodeStatus(
-            cause=cause,
-            node=self.info.node,
-            generation=self.info.generation,
-            seq=told.seq,
-            since=told.since,
-            arena_free=self._hosting.arena_free,
-            holdings=told.holdings,
-            dropped=told.dropped,
-            profile=self._profile,
-            peers=self._peers.by_way(),
-            disk_bytes=disk_bytes,
-            disk_free=disk_free,
-            host_free=self._hosting.cache.free,
-            copying=self.copying(),
-            unfit=self._unfit,
-            **dataclasses.asdict(self._worker.load()),
-        )
-
     def _view(self) -> NodeView | None:
         """None while it is not open."""
-        if not self.ready:
-            return None
+        return self._look() if self.ready else None
+
+    def _look(self) -> NodeView:
         self._threads.catch_up()
         disk_free, disk_bytes = self._library.room()
         return NodeView(
@@ -614,17 +505,11 @@ class NodeService(Service):
             failures=self._reports.failures,
             sent_bytes=self._sent_bytes,
             copying=self.copying(),
-            unfit=bool(self._unfit),
+            unfit=self._unfit,
         )
 
     async def _publish_status(self) -> None:
-        while not self._lease.over:
-            self._status_due.clear()
-            with self.contain("the status"):
-                await self._publish(subjects.POOL_STATUS, self._status())
-            await asyncio.sleep(STATUS_GAP_S)
-            try:
-                async with asyncio.timeout(STATUS_EVERY_S - STATUS_GAP_S):
-                    await self._status_due.wait()
-            except TimeoutError:
-                continue
+        if self._lease.over:
+            return
+        with self.contain("the status"):
+            await self._publish(subjects.POOL_STATUS, self._statuses.next())

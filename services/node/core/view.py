@@ -20,7 +20,7 @@ class NodeView:
     host_free: int
     disk_bytes: int
     disk_free: int
-    peers: Mapping[str, Sequence[NodeId]]
+    peers: dict[str, tuple[NodeId, ...]]
     """The nodes that it has connections to read from, by way."""
     blocks: Mapping[str, int]
     """Blocks that have come, by way."""
@@ -28,8 +28,9 @@ class NodeView:
     failures: Mapping[str, int]
     """Blocks that could not be had, by the error's code."""
     sent_bytes: int
-    copying: Sequence[CopyProgress]
-    unfit: bool
+    copying: tuple[CopyProgress, ...]
+    unfit: str
+    """Why it takes nothing new; empty: it is fit."""
 
     def name(self, model: ModelId) -> str:
         """The name of a published model; its id, if it is not known."""
