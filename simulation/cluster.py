@@ -260,7 +260,12 @@ class NodeParts:
         spec, config = self._cluster.spec, self.config
         return ModelledWorker(
             node=NodeId(self.name),
-            engine=ModelledEngine(spec.hardware, spec.kv, partial(self._cluster.aboard, self.name)),
+            engine=ModelledEngine(
+                spec.hardware,
+                spec.kv,
+                partial(self._cluster.aboard, self.name),
+                by_block=bool(spec.prefill_share),
+            ),
             pcie=self._pcie,
             host=self._host,
             slots=config.slots,

@@ -107,9 +107,13 @@ class ModelledEngine:
         hardware: Hardware,
         kv: KvBudget | int,
         aboard: Callable[[Sequence[Row]], None] = lambda rows: None,
+        *,
+        by_block: bool = False,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
-        `aboard` is told the rows of each part that is run."""
+        `aboard` is told the rows of each part that is run. `by_block`: sweeps that prefill stop
+        after every block, as real ones do when somebody asks for KV meanwhile."""
+        self.by_block = by_block
         self._hardware = hardware
         self._aboard = aboard
         self._kv = KvCache(kv, torch.device("meta"))
@@ -334,7 +338,8 @@ class ModelledSweep:
     """Implements services.node.engine.base.Sweep.
 
     It goes at once from each block at which somebody may join or leave to the next such block.
-    These are the blocks at which parts aboard, or sequences that live here, start and stop.
+    These are the blocks at which parts aboard, or sequences that live here, start and stop; or all,
+    see `ModelledEngine`.
     """
 
     def __init__(self, engine: ModelledEngine, model_id: ModelId) -> None:
@@ -399,7 +404,10 @@ class ModelledSweep:
 
     def _next_stop(self, model: _Open) -> int:
         """The next block at which somebody joins or leaves, or a part of a live sequence might."""
-        stop = min(rider.part.stop for rider in self._aboard.values())
+        riders = self._aboard.values()
+        if self._engine.by_block and any(r.positions > len(r.part.rows) for r in riders):
+            return self._at + 1
+        stop = min(rider.part.stop for rider in riders)
         for start, _ in model.stages:
             if self._at < start < stop:
                 stop = start

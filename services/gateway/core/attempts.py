@@ -13,6 +13,7 @@ from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.errors import LambdaScaleError, NotFound
 from shared.ids import ModelName
+from shared.messages.instances import Role, Stage
 from shared.messages.serving import Submit
 
 
@@ -42,10 +43,13 @@ class Attempts:
         self._begin(route, request, request.charge, request.prefill)
         self.ask(route, request)
 
-    def begin_move(self, request: Request, target: Route, now: float) -> None:
+    def begin_move(
+        self, request: Request, target: Route, now: float, *, with_kv: bool = False
+    ) -> None:
+        """`with_kv`: the target is not expected to compute the request's KV."""
         request.submissions += 1
         instance = target.instance
-        prefill = len(request.prompt) + len(request.tokens)
+        prefill = 0 if with_kv else len(request.prompt) + len(request.tokens)
         move = Move(request.submissions, instance.id, request.work, prefill, now)
         self._ledger.step(request, State.MOVING, f"to {instance.id}")
         request.move = move
@@ -103,9 +107,12 @@ class Attempts:
         self._out.append(Send(route.instance.leader, submit, cause=self._ledger.cause))
 
     def _submit(self, request: Request, route: Route) -> Submit:
-        move = request.move
+        move, kv_from = request.move, tuple[Stage, ...]()
         if move is not None and move.instance != route.instance.id:
             move = None
+        if move is not None:
+            source = self.route(request).instance
+            kv_from = source.stages if request.has_token or source.role is Role.PREFILL else ()
         gateway = self._ledger.gateway
         assert gateway is not None
         return Submit(
@@ -114,7 +121,7 @@ class Attempts:
             request=request.id,
             attempt=move.attempt if move else request.attempt,
             takes_over=request.attempt if move else 0,
-            kv_from=self.route(request).instance.stages if move and request.has_token else (),
+            kv_from=kv_from,
             gateway=gateway,
             model_id=request.model_id,
             instance=route.instance.id,

@@ -221,6 +221,9 @@ class Dispatch:
             self._guard(model, now, model.accepted, request, attempt, now)
         if request.attempt == attempt:
             request.answered_at = now
+            model = self._models[request.model_id]
+            if model.table.prefilling:
+                self._guard(model, now, model.dispatch, now)
         elif request.move and request.move.attempt == attempt:
             model = self._models[request.model_id]
             self._guard(model, now, model.taken, request, now)

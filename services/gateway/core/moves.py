@@ -18,6 +18,12 @@ from shared.ids import ModelName
 
 WORTH_MOVING = 4
 """A request with fewer tokens to come ends where it was prefilled."""
+EARLY_S = 0.05
+"""A request is handed over before its first token if its prefill is expected to begin within so
+many seconds: then its KV moves while it is made. Earlier, it would only take a slot where instances
+decode."""
+LATE_S = 1.0
+"""But not if the prefill is expected to take longer: a node does not wait for KV that long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,19 +89,43 @@ class Moves:
                 self._attempts.begin_move(request, target, now)
         return judged
 
+    def share(self, now: float) -> None:
+        """Submits prompts that wait for a replica to the pair of a node that loads beside it and
+        the replica: they begin there at once, through the blocks that have come, and the replica
+        goes on with them as soon as it would have begun."""
+        for pair in self._table.pairs:
+            replica = self._table.replicas.get(pair.instance.stages[1].node)
+            for request in _waiting(replica) if replica else ():
+                if pair.is_free(now, request.shunned):
+                    self._attempts.begin_move(request, pair, now)
+
     def hand_over(self, now: float) -> None:
-        """Submits requests that have their first token to instances that decode, as far as these
-        have room. The others go on where they are meanwhile."""
+        """Submits requests that have their first token, or will soon, to instances that decode, as
+        far as these have room. The others go on where they are meanwhile."""
         for source in self._table.prefilling:
-            ready = [r for r in source.runs() if r.has_token and r.move is None]
-            for request in ready:
-                if not _goes_on(request):
+            ready = [r for r in source.runs() if r.has_token]
+            for request in (*ready, *self._early(source)):
+                if request.move is not None or not _goes_on(request):
                     continue
                 target = routing.decoding(self._table, request, now, self._draw)
                 if target is not None:
-                    self._attempts.begin_move(request, target, now)
+                    self._attempts.begin_move(request, target, now, with_kv=True)
                 elif not request.shunned:
                     return  # nobody has room
+
+    def _early(self, source: Route) -> list[Request]:
+        """The requests whose prefill runs there, or is about to. Its node knows them."""
+        ahead, found = 0, []
+        for request in sorted(source.runs(), key=lambda r: r.submitted_at):
+            if request.has_token:
+                continue
+            begins_s = ahead * self._table.prefill_s
+            ahead += request.prefill
+            if begins_s > EARLY_S or request.answered_at is None:
+                break
+            if 0 < ahead * self._table.prefill_s <= LATE_S:
+                found.append(request)
+        return found
 
     def tell(self, judged: list[Judged], trace: str) -> None:
         """Adds a record of what was decided: whenever a request moved, and the first time that all
@@ -119,6 +149,17 @@ class Moves:
             cause=self._ledger.cause,
         )
         self._ledger.out.append(switched)
+
+
+def _waiting(replica: Route) -> list[Request]:
+    """The requests that a replica has not begun: those behind half of what keeps it busy."""
+    ahead, found = 0, []
+    for request in sorted(replica.runs(), key=lambda r: r.submitted_at):
+        free = request.move is None and not (request.suspect or request.check)
+        if free and not request.has_token and ahead >= replica.prompts_ahead / 2:
+            found.append(request)
+        ahead += request.prefill
+    return found
 
 
 def _runs(path: Route, target: Route) -> bool:

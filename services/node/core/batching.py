@@ -25,9 +25,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 import msgspec
 
 from services.node.core.following import Follower
-from services.node.core.handover import Worth, lend, secret_of
+from services.node.core.handover import Worth, secret_of
 from services.node.core.kv import Kv
 from services.node.core.leading import Leader
+from services.node.core.lending import Lendings, lend, refused
 from services.node.core.live_scaling import Held, Line
 from services.node.core.microbatches import (
     Admit,
@@ -88,6 +89,7 @@ class Batcher:
         self._handled = Handled()
         self._kv = kv
         self._room = Room(node, slots, kv, self._claims)
+        self._lendings = Lendings(kv, self._handled)
         self._leader = Leader(
             node,
             speculation=speculation,
@@ -96,6 +98,7 @@ class Batcher:
             handled=self._handled,
             worth=worth,
             line=Line(held),
+            lendings=self._lendings,
         )
         self._follower = Follower(node, kv, self._room, self._handled)
         self._step_tokens = self._most_tokens = step_tokens
@@ -140,7 +143,7 @@ class Batcher:
             case Free():
                 return self._follower.free(message)
             case KvAsk():
-                return [self._lend(message)]
+                return self._lend(message)
             case KvHere():
                 return self._leader.kv_here(message)
             case KvDone(region):
@@ -177,16 +180,33 @@ class Batcher:
         self._handled.cause = LATE
         return self._leader.take_over(key)
 
-    def _lend(self, ask: KvAsk) -> Command:
-        cause = self._handled.cause
-        led = self._leader.led.attempt(ask.sequence)
-        if led and led.position >= ask.end:
-            ask = msgspec.structs.replace(ask, sequence=led.key)
-            return lend(ask, led.path, 0, secret_of(led.submit), cause)
+    def lends(self, parts: Iterable[Part]) -> bool:
+        """Whether other nodes have asked for the KV of these parts' sequences."""
+        return any(self._lendings.wants(part.keys) for part in parts)
+
+    def reached(self, parts: Iterable[Part], block: int) -> list[Command]:
+        """The parts that are aboard have run up to this block: lends what was asked for."""
+        commands: list[Command] = []
+        for part in parts:
+            if block > part.start:
+                for row in part.rows:
+                    commands += self._lendings.reached(row, block)
+        return commands
+
+    def _lend(self, ask: KvAsk) -> list[Command]:
+        led = self._leader.led.known(ask.sequence)
+        if led is not None:
+            lends = lend(ask, led.path, 0, secret_of(led.submit))
+            comes = led.keeps_kv and not led.path.followers
+            if lends and (comes or led.position >= ask.end):
+                lends = msgspec.structs.replace(lends, sequence=led.key)
+                return self._lendings.begin(lends, led.path.model_id, led.position)
         followed = self._follower.sequences.get(ask.sequence)
         if followed and followed.ran >= ask.end:
-            return lend(ask, followed.path, followed.stage, followed.secret, cause)
-        return lend(ask, None, 0, b"", cause)
+            lends = lend(ask, followed.path, followed.stage, followed.secret)
+            if lends:
+                return self._lendings.begin(lends, followed.path.model_id, followed.ran)
+        return [refused(ask, self._handled.cause)]
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         self._handled.cause = f"loss of {address}"

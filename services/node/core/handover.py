@@ -1,14 +1,15 @@
 """A running sequence moves to another node with its KV, so that its stream hardly pauses.
 
     new leader                                   each stage of the old path      old leader
-    takes pages for the KV, asks for it  ------> copies it, says where
-    reads it, all stages at once         <------
+    takes pages for the KV, asks for it  ------> copies it piece by piece,
+    reads the pieces as they come        <------ says where each is
     has all of it: Yield                 --------------------------------------> ends the sequence
     runs the tokens since, and goes on   <-------------------------------------- its tokens so far
 
-Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). What
-was copied are whole pages that nobody writes to any more. The positions after them, a page and what
-was generated meanwhile, are run anew in one step.
+Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). It may
+even be in its prompt: then pieces come as layers have run (`services.node.core.lending`). What is
+copied are whole pages that nobody writes to any more. The positions after them, a page and what was
+generated meanwhile, are run anew in one step.
 
 Whatever goes wrong, the new leader goes on without the KV and computes it. Tokens that both
 generate are the same, and gateways drop the second.
@@ -17,7 +18,7 @@ KV depends on nothing but the tokens and the model. So it is lent to whoever pro
 prompt: the *secret* of a sequence is a digest of its request and of its prompt.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -30,8 +31,6 @@ from services.node.core.microbatches import (
     Handled,
     KvAsk,
     KvHere,
-    Lend,
-    Path,
     Send,
     Yield,
 )
@@ -73,15 +72,23 @@ def secret_of(submit: Submit) -> bytes:
     return blake2b(prompt, digest_size=SECRET_BYTES, key=submit.request.encode()[:64]).digest()
 
 
-def lend(ask: KvAsk, path: Path | None, stage: int, secret: bytes, cause: str) -> Command:
-    """A stage's answer to the new leader. `path`: of the sequence, whose `stage` this node is.
-    None: the sequence is not here."""
-    if path is not None and secret and ask.secret == secret:
-        ours = path.stages[stage]
-        if ask.any_cut or (ours.start, ours.stop) == (ask.start, ask.stop):
-            ask = msgspec.structs.replace(ask, start=ours.start, stop=ours.stop)
-            return Lend(ask, cause=cause)
-    return Send(ask.to, KvHere(ask.taker, ask.stage), cause=cause)
+Piece = tuple[int, int, int, int]
+"""KV of blocks and positions: (start, stop, first, end)."""
+
+
+def covers(pieces: Iterable[Piece], blocks: Iterable[int], first: int, end: int) -> bool:
+    """Whether the pieces bring each position of first <= position < end once in these blocks."""
+    known = sorted(pieces, key=lambda piece: piece[2])
+    for block in blocks:
+        position = first
+        for start, stop, begin, until in known:
+            if start <= block < stop:
+                if begin != position:
+                    return False
+                position = until
+        if position != end:
+            return False
+    return True
 
 
 @dataclass(slots=True)
@@ -94,14 +101,18 @@ class Taking:
     first: int
     """Positions before this one were cached here."""
     end: int
-    left: set[int]
-    """Stages of that path whose KV is not here yet."""
-    blocks: set[int] = field(default_factory=set)
-    """The blocks of the other stages."""
+    pieces: list[Piece] = field(default_factory=list)
+    """What has come of the rest."""
+    came: bool = False
+    """Whether all of it has."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
         return self.sequence.submit.kv_from
+
+    @property
+    def stop(self) -> int:
+        return self.stages[-1].stop
 
 
 class Takings:
@@ -132,53 +143,46 @@ class Takings:
             first = self._kv.receive(model_id, sequence.key, tokens, sequence.limit, adapter)
         except CapacityExceeded:
             return None
-        left = set(range(len(submit.kv_from))) if first < end else set()
         source = sequence_key(submit.request, submit.takes_over)
-        taking = Taking(sequence, source, first, end, left)
+        taking = Taking(sequence, source, first, end, came=first >= end)
         self._takings[sequence.key] = taking
-        if not left:
+        if taking.came:
             return self._ask_to_yield(taking)
-        return [self._ask(taking, index) for index in sorted(left)]
+        return [self._ask(taking, index) for index in range(len(submit.kv_from))]
 
     def here(self, message: KvHere) -> list[Command] | None:
-        """A stage has lent its KV. None: it has not, and the sequence goes on without."""
+        """A stage has lent a piece of its KV. None: it lends none, and the sequence goes on
+        without."""
         taking = self._takings.get(message.taker)
-        if taking is None or message.stage not in taking.left:
+        if taking is None or taking.came or message.stage >= len(taking.stages):
             return []
         stage = taking.stages[message.stage]
-        start, stop = (message.start, message.stop) if message.stop else (stage.start, stage.stop)
-        if stop > taking.stages[-1].stop:
+        blocks = (message.start, message.stop) if message.stop else (stage.start, stage.stop)
+        positions = (message.first, message.end) if message.end else (taking.first, taking.end)
+        inside = taking.first <= positions[0] < positions[1] <= taking.end
+        if not message.region or blocks[1] > taking.stop or not inside:
             return None
-        if not message.region:
-            model_id = taking.sequence.path.model_id
-            nothing = message.stop and not self._kv.keeps(model_id, start, stop)
-            return self._came(taking, message.stage, (start, stop)) if nothing else None
-        return [
-            Bring(
-                message.taker,
-                message.stage,
-                (start, stop),
-                (taking.first, taking.end),
-                stage.address,
-                message,
-                cause=self._handled.cause,
-            )
-        ]
+        cause = self._handled.cause
+        piece = message.taker, message.stage, blocks, positions
+        return [Bring(*piece, stage.address, message, cause=cause)]
 
-    def brought(self, bring: Bring) -> list[Command] | None:
-        """A stage's KV is in the sequence's pages. None: the stages' parts do not make a whole."""
+    def brought(self, bring: Bring) -> list[Command]:
+        """A piece is in the sequence's pages."""
         taking = self._takings.get(bring.sequence)
-        if taking is None or bring.stage not in taking.left:
+        if taking is None or taking.came:
             return []
-        return self._came(taking, bring.stage, bring.blocks)
+        taking.pieces.append((*bring.blocks, *bring.positions))
+        if not self._all_came(taking):
+            return []
+        taking.came = True
+        return self._ask_to_yield(taking)
 
-    def _came(self, taking: Taking, stage: int, blocks: tuple[int, int]) -> list[Command] | None:
-        taking.left.remove(stage)
-        taking.blocks.update(range(*blocks))
-        if taking.left:
-            return []
-        whole = len(taking.blocks) == taking.stages[-1].stop
-        return self._ask_to_yield(taking) if whole else None
+    def _all_came(self, taking: Taking) -> bool:
+        model_id = taking.sequence.path.model_id
+        kept = [b for b in range(taking.stop) if self._kv.keeps(model_id, b, b + 1)]
+        area = sum((stop - start) * (end - first) for start, stop, first, end in taking.pieces)
+        enough = area >= len(kept) * (taking.end - taking.first)
+        return enough and covers(taking.pieces, kept, taking.first, taking.end)
 
     def end(self, key: SequenceKey) -> int | None:
         """Forgets the taking. Returns how many positions have come: 0 if not all have; None if
@@ -186,7 +190,7 @@ class Takings:
         taking = self._takings.pop(key, None)
         if taking is None:
             return None
-        if taking.left or (taking.blocks and len(taking.blocks) < taking.stages[-1].stop):
+        if not taking.came:
             return 0
         self._kv.received(key, tuple(taking.sequence.tokens[: taking.end]))
         return taking.end

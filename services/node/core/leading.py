@@ -35,6 +35,7 @@ from services.node.core.answers import scores_of, tokens_of, vector_of
 from services.node.core.handover import Takings, Worth, secret_of
 from services.node.core.kv import Kv
 from services.node.core.led import Led
+from services.node.core.lending import Lendings
 from services.node.core.live_scaling import Line
 from services.node.core.microbatches import (
     Admit,
@@ -89,6 +90,7 @@ class Leader:
         handled: Handled,
         worth: Worth,
         line: Line,
+        lendings: Lendings,
     ) -> None:
         self._node = node
         self._handled = handled
@@ -99,6 +101,7 @@ class Leader:
         self.takings = Takings(kv, room, handled, worth)
         """What `preparing` sequences take over."""
         self.line = line
+        self._lendings = lendings
         self._short = False
         """Whether some waited for KV at the last step."""
         self._attempts: Recent[RequestId, int] = Recent()
@@ -271,7 +274,7 @@ class Leader:
         self.received_tokens += received
         commands: list[Command] = []
         if not received:
-            commands.append(Release((key,), cause=cause))
+            commands += [Release((key,), cause=cause), *self._lendings.over(key)]
             sequence.rename()
         submit = sequence.submit
         for index in sequence.learn(generated):
@@ -420,6 +423,7 @@ class Leader:
         for sequence in sequences:
             self.led.end(sequence)
             self.line.drop([sequence.key])
+            told += self._lendings.over(sequence.key)
             takes = self.takings.end(sequence.key) is not None
             if sequence.started or sequence.grammar or sequence.received or takes:
                 released.append(sequence.key)

@@ -29,6 +29,10 @@ class Led:
         """The running sequence that had this key first."""
         return next((s for s in self.running.values() if attempt_of(s.key) == key), None)
 
+    def known(self, key: SequenceKey) -> Sequence | None:
+        """The sequence that had this key first, in any state."""
+        return next((s for s in self if attempt_of(s.key) == key), None)
+
     def prepare(self, sequence: Sequence) -> None:
         if sequence.state is not State.PREPARING:  # its KV may have come before
             sequence.to(State.PREPARING)

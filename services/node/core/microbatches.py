@@ -169,8 +169,8 @@ class Failed(StageMessage, frozen=True, tag="failed"):
 
 
 class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
-    """New leader -> each stage of the path that a sequence leaves: lend me its KV. Answered with
-    KvHere."""
+    """New leader -> each stage of the path that a sequence leaves: lend me its KV. Answered with a
+    KvHere for each piece of it (`services.node.core.lending`)."""
 
     sequence: SequenceKey
     """On the path that it leaves."""
@@ -197,7 +197,7 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
 
 
 class KvHere(StageMessage, frozen=True, tag="kv_here"):
-    """Stage -> new leader: the KV lies in this region, to be read once."""
+    """Stage -> new leader: a piece of the KV lies in this region, to be read once."""
 
     taker: SequenceKey
     stage: int
@@ -209,7 +209,10 @@ class KvHere(StageMessage, frozen=True, tag="kv_here"):
     """BLAKE3."""
     start: int = 0
     stop: int = 0
-    """The stage's blocks, if it was asked for any. Without a region: it would have lent these."""
+    """The piece's blocks."""
+    first: int = 0
+    end: int = 0
+    """Its positions. 0 and 0: all that were asked for."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -353,12 +356,13 @@ class Lend(_Command):
 
 @dataclass(frozen=True, slots=True)
 class Bring(_Command):
-    """Read KV of another node's sequence into the pages of this one, and say when that is done."""
+    """Read a piece of the KV of another node's sequence into the pages of this one, and say when
+    that is done."""
 
     sequence: SequenceKey
     stage: int
     blocks: tuple[int, int]
-    """The stage's blocks (start, stop)."""
+    """(start, stop)"""
     positions: tuple[int, int]
     """(first, end)"""
     address: str

@@ -60,8 +60,8 @@ def check(message: StageMessage) -> None:
             _check_keys(message.keys)
             if isinstance(message, Yielded):
                 _check_ids(message.generated)
-            if isinstance(message, KvHere) and not 0 <= message.start <= message.stop < END:
-                raise _malformed(f"KV of blocks {message.start} to {message.stop}")
+            if isinstance(message, KvHere):
+                _check_here(message)
         case KvDone():
             pass
         case _:
@@ -103,6 +103,13 @@ def wrong_rules(rules: LogitRules) -> str:
 
 
 # --- messages of peers ------------------------------------------------------
+
+
+def _check_here(message: KvHere) -> None:
+    if not 0 <= message.start <= message.stop < END:
+        raise _malformed(f"KV of blocks {message.start} to {message.stop}")
+    if not 0 <= message.first <= message.end < END:
+        raise _malformed(f"KV of positions {message.first} to {message.end}")
 
 
 def _check_forward(message: Forward) -> None:

@@ -264,7 +264,11 @@ class TorchEngine:
         if sequence is None:
             raise NotFound(f"there is no KV of sequence {key}")
         layers = self._model(sequence.model_id).layers_with_kv(*blocks)
-        return self._kv.lend(key, layers, first, stop)
+        loan = self._kv.lend(key, layers, first, stop)
+        if self._device.type == "cuda":  # the step that writes these pages may still run there
+            loan.written = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            loan.written.record()
+        return loan
 
     def give_back(self, loan: KvLoan) -> None:
         loan.end()

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import torch
 
 from services.node.core.kv import PAGE
+from services.node.memory.device import Event
 from shared.errors import BadInput, NotFound
 from shared.ids import ModelId
 
@@ -27,6 +28,8 @@ class KvLoan:
         self.model_id = model_id
         self.pages = pages
         self.form = form
+        self.written: Event | None = None
+        """Comes once everything that was begun before the loan is done. None: it is."""
         self._layers = layers
         self._lock = threading.Lock()
         self._over = False
@@ -42,6 +45,8 @@ class KvLoan:
 
     def read(self, image: memoryview) -> None:
         """Copies the pages into `image`. NotFound: the model was closed."""
+        if self.written is not None:
+            self.written.synchronize()
         for page, part in self._parts(image):
             with self._lock:
                 part.copy_(self._page(page))

@@ -45,7 +45,7 @@ class KvMoves:
 
         def done(region: str, digest: bytes) -> None:
             self._engine.give_back(loan)
-            there = region, form, digest, ask.start, ask.stop
+            there = region, form, digest, ask.start, ask.stop, ask.first, ask.end
             here = KvHere(ask.taker, ask.stage, *there) if region else none
             self._listener.lent(command, here)
 

@@ -87,6 +87,8 @@ class Sweeps:
         run = self._run
         if run is None:
             return
+        if lends := self._batcher.reached(run.parts.values(), run.sweep.at):
+            self._do(lends)
         left, run.left = run.left, {}
         for number, result in left.items():
             part = run.parts.pop(number)
@@ -130,7 +132,8 @@ class Sweeps:
         before = run.sweep.at
         try:
             with self._blamed():
-                run.left = run.sweep.advance(AT_ONCE_S, self._bell)
+                lends = self._batcher.lends(run.parts.values())
+                run.left = run.sweep.advance(AT_ONCE_S, None if lends else self._bell)
             dropped = {number for number, result in run.left.items() if not result.rows}
             starts = [part.start for number, part in run.parts.items() if number not in dropped]
             run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0

@@ -2,8 +2,8 @@
 
 import msgspec
 
-from services.gateway.core.commands import Send
-from services.gateway.core.moves import WORTH_MOVING
+from services.gateway.core.commands import Command, Send
+from services.gateway.core.moves import EARLY_S, LATE_S, WORTH_MOVING
 from shared.ids import NodeId
 from shared.messages.instances import Instance, Role
 from shared.messages.serving import Sampling
@@ -31,6 +31,43 @@ def test_a_request_begins_on_one_and_moves_to_the_other_with_its_first_token() -
     assert emitted(driver.give("a", 1, 1)), "it goes on meanwhile"
     assert withdrawn(driver.take("a", 2)) == [("node-1", 1)]
     assert sent(driver.give("a", 2, 2)) == [], "it stays there"
+
+
+def early(commands: list[Command]) -> list[tuple[str, str, int]]:
+    """What was sent to go on elsewhere, with its KV."""
+    submits = [each.submit for each in commands if isinstance(each, Send) and each.submit.kv_from]
+    return [(submit.request, submit.instance, submit.takes_over) for submit in submits]
+
+
+def test_a_request_is_handed_over_once_its_prefill_is_about_to_run() -> None:
+    """The node has to know it, and what is before it takes no longer than EARLY_S."""
+    driver = Driver()
+    driver.publish(PREFILL, DECODE, step_s=EARLY_S / 10)
+    driver.admit("a", "b", "c", prompt=8)
+    assert early(driver.take("b", 1)) == []
+    assert early(driver.take("a", 1)) == [("a", "replica-2", 1), ("b", "replica-2", 1)]
+    assert early(driver.take("c", 1)) == []
+    assert early(driver.give("a", 1, 0)) == [("c", "replica-2", 1)]
+    assert withdrawn(driver.take("a", 2)) == [("node-1", 1)]
+
+
+def test_a_long_prefill_or_one_of_unknown_length_is_waited_for() -> None:
+    driver = Driver()
+    driver.publish(PREFILL, DECODE, step_s=LATE_S / 10)
+    driver.admit("a", prompt=11)
+    assert early(driver.take("a", 1)) == []
+    driver.publish(PREFILL, DECODE)
+    assert early(driver.admit("b", prompt=1) + driver.take("b", 1)) == []
+    assert early(driver.give("a", 1, 0)) == [("a", "replica-2", 1)]
+
+
+def test_a_request_whose_early_move_is_refused_goes_on_where_it_is() -> None:
+    driver = Driver()
+    driver.publish(PREFILL, DECODE, step_s=EARLY_S / 10)
+    driver.admit("a", prompt=8)
+    assert early(driver.take("a", 1)) == [("a", "replica-2", 1)]
+    assert sent(driver.refuse("a", 2)) == []
+    assert emitted(driver.give("a", 1, 0))
 
 
 def test_nothing_begins_where_instances_only_decode() -> None:

@@ -1,10 +1,11 @@
 """A running sequence moves to another node with its KV: real engines and data planes."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from services.node.core.kv import PAGE
+from services.node.core.kv import PAGE, movable
 from shared.messages.serving import Token
 from tests.unit.node.cluster import ALL, Nodes, nodes
 from tests.unit.node.service.builders import SLOW
@@ -74,6 +75,25 @@ async def test_a_sequence_goes_on_elsewhere_with_its_kv(
         assert fresh[0].index == last + 1
         assert up.failure("r") is None
         assert up.services[target]._worker.load().received_tokens == 2 * PAGE
+
+
+async def test_kv_comes_while_the_prompt_still_runs(tmp_path: Path, checkpoint: Path) -> None:
+    """The request is submitted to the other node before it has its first token."""
+    prompt = tuple(3 + n % 50 for n in range(8 * PAGE))
+    some: dict[str, Any] = {"tokens": prompt, "prompt_tokens": len(prompt), "max_tokens": COUNT}
+    settings = MOVING | {"step_tokens": 3 * PAGE}
+    async with nodes(tmp_path, checkpoint, "a", "b", settings=settings) as up:
+        await has_all(up, "a", "b")
+        await up.submit("a", **some)
+        await up.submit("b", attempt=2, takes_over=1, kv_from=up.stages("a"), **some)
+        await up.tokens.until(lambda: bool(of(up, 2)) and bool(of(up, 2)[-1].finish))
+        assert up.services["b"]._worker.load().received_tokens == movable(len(prompt))
+        assert len(of(up, 1)) <= 2, "the attempt before went on"
+        found = {token.index: token.token for token in up.tokens_of("r")}
+        await up.submit("a", request="oracle", **some)
+        await up.tokens.until(lambda: up.over("oracle"))
+        oracle = [token.token for token in up.tokens_of("oracle")]
+        assert [found[index] for index in range(COUNT)] == oracle
 
 
 async def test_without_the_old_node_the_kv_is_computed(tmp_path: Path, checkpoint: Path) -> None:
