@@ -293,6 +293,7 @@ class Model:
                 self._drop(waiting, error)
             return []
         judged = self._moves.begin(now, with_token=False)
+        self._moves.share(now)
         self._moves.hand_over(now)
         while request := self.queue.next():
             route, why = self._choose(request, now)

@@ -118,12 +118,12 @@ class Route:
     @property
     def _most_prompts(self) -> float:
         """The first stage of a pair works ahead of the second one."""
-        if self._is_pair:
+        if self.is_pair:
             return self.prompts_ahead * min(1 / self.places[0].share, IN_LINE)
         return self.prompts_ahead * self.instance.capacity
 
     @property
-    def _is_pair(self) -> bool:
+    def is_pair(self) -> bool:
         """Whether the instance is a node and another one behind it, which takes prompts from it as
         it can (`services.node.core.live_scaling`)."""
         return len(self.places) == 2
@@ -177,7 +177,7 @@ class Route:
         node, stages = place.node, len(self.places)
         return (
             not node.suspects
-            and (node.prompts < node.prompts_ahead or (self._is_pair and place is self.places[1]))
+            and (node.prompts < node.prompts_ahead or (self.is_pair and place is self.places[1]))
             and (stages == 1 or node.account.has_room(stages, place.weight))
         )
 

@@ -41,6 +41,8 @@ class Table:
         """Those that move."""
         self.prefilling: list[Route] = []
         self.decoding: list[Route] = []
+        self.pairs: list[Route] = []
+        """Those that serve, of a node and another one behind it."""
         """Those that do only this (`Role`)."""
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
@@ -156,6 +158,7 @@ class Table:
         self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
         self.replicas = {r.instance.leader: r for r in routes if r.instance.is_replica}
         serving = [r for r in routes if r.instance.state is InstanceState.SERVING]
+        self.pairs = [r for r in serving if r.is_pair]
         self.prefilling = [r for r in serving if r.instance.role is Role.PREFILL]
         self.decoding = [r for r in serving if r.instance.role is Role.DECODE]
         points = {

@@ -25,6 +25,9 @@ from shared.messages.serving import Pooling, Submit
 SCORED_POSITIONS = 1024
 """The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
 the answer of the last stage then has 0.3 MiB, of the 1 MiB that a message may have."""
+ENOUGH = 512
+"""A micro-batch that has so many prompt tokens takes in no further prompt of a model that
+generates. That would only make the first ones late: from so many on, a pass takes time for each."""
 VECTORS = 16
 """The most vectors that a micro-batch on a path gives. Of 8,192 numbers each they have 0.5 MiB."""
 
@@ -336,10 +339,13 @@ class Lane:
         if prompt_budget or all(sequence.decodes for sequence in ready):
             self.formed = tick
         rows: list[Row] = []
+        prompts = 0
         for sequence in ready:
             if len(rows) == share:
                 break
             count = 1
+            if not sequence.decodes and prompts >= ENOUGH:
+                continue
             if not sequence.decodes:
                 count = sequence.prompt - sequence.position
                 if sequence.keeps_kv or not prompt_budget:
@@ -352,6 +358,7 @@ class Lane:
                         continue
                     vectors -= 1
                 prompt_budget = max(0, prompt_budget - count)
+                prompts += count if sequence.keeps_kv else 0
             if count:
                 rows.append(sequence.depart(batch, count))
         return Part(self.path, 0, batch, tuple(rows))

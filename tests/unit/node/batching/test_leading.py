@@ -5,11 +5,21 @@ import pytest
 
 from services.node.core.microbatches import Emit, Forward, Free, Release, Sampled, Send
 from services.node.core.rows import Context
-from services.node.core.sequences import sequence_key
+from services.node.core.sequences import ENOUGH, sequence_key
 from shared.errors import StaleEpoch, TransportTimeout
 from shared.messages.serving import AttemptFailed, Cancel, LogitRules
 from tests.support.submits import THREE, TWO, WHOLE, submit
-from tests.unit.node.batching.builders import _cancel_of, ask, batcher, one, queue, rows, run, take
+from tests.unit.node.batching.builders import (
+    FakeKv,
+    _cancel_of,
+    ask,
+    batcher,
+    one,
+    queue,
+    rows,
+    run,
+    take,
+)
 
 
 def test_an_attempt_that_comes_again_asks_whether_it_goes_on() -> None:
@@ -185,3 +195,15 @@ def test_the_end_of_a_sequence_frees_it_at_every_stage_that_may_know_it() -> Non
 def test_keys_name_an_attempt() -> None:
     message = submit("r", WHOLE, attempt=3)
     assert sequence_key(message.request, message.attempt) == "r#3"
+
+
+def test_a_long_prompt_is_not_held_up_by_the_next() -> None:
+    core = batcher(step_tokens=4 * ENOUGH, kv=FakeKv(kv_capacity=10_000))
+    long, short = tuple(range(ENOUGH)), tuple(range(8))
+    queue(core, submit("a", WHOLE, prompt=long), submit("b", WHOLE, prompt=short))
+    queue(core, submit("c", WHOLE, prompt=short))
+    (part,) = take(core)
+    assert part.keys == ("a#1",)
+    run(core, (part,))
+    (part,) = take(core)
+    assert set(part.keys) == {"a#1", "b#1", "c#1"}
