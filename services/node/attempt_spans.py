@@ -3,6 +3,8 @@ there to the last. They belong to the request's trace, which its gateway began."
 
 from dataclasses import dataclass
 
+import msgspec
+
 from shared import telemetry
 from shared.clock import wall_ns
 from shared.ids import NodeId, RequestId
@@ -14,6 +16,8 @@ Key = tuple[RequestId, int]
 @dataclass(slots=True)
 class _Open:
     submit: Submit
+    own: str
+    """The traceparent of its span."""
     begun_ns: int
     first_ns: int = 0
     """When its first token came; 0: not yet."""
@@ -27,10 +31,16 @@ class AttemptSpans:
         self._open: dict[Key, _Open] = {}
         """Attempts of requests that have a trace."""
 
-    def begun(self, submit: Submit) -> None:
-        """The same attempt may be submitted again, to ask whether it goes on."""
-        if submit.trace:
-            self._open.setdefault((submit.request, submit.attempt), _Open(submit, wall_ns()))
+    def begun(self, submit: Submit) -> Submit:
+        """The attempt as it goes on from here: its trace is the span of the attempt, in which its
+        other stages record theirs. The same attempt may be submitted again, to ask whether it goes
+        on."""
+        if not submit.trace:
+            return submit
+        key = (submit.request, submit.attempt)
+        if (known := self._open.get(key)) is None:
+            known = self._open[key] = _Open(submit, telemetry.new_trace(submit.trace), wall_ns())
+        return msgspec.structs.replace(submit, trace=known.own)
 
     def told(self, tokens: Tokens) -> None:
         if not self._open:
@@ -63,6 +73,7 @@ class AttemptSpans:
             start_ns=attempt.begun_ns,
             end_ns=now_ns,
             parent=submit.trace,
+            own=attempt.own,
             attributes={
                 "node": self._node,
                 "request": submit.request,

@@ -40,9 +40,9 @@ class Attempts:
 
     async def _submit(self, message: Submit) -> Ok:
         self._owners.begun(message)
-        self._spans.begun(message)
+        traced = self._spans.begun(message)
         try:
-            await self._worker.submit(message)
+            await self._worker.submit(traced)
         except BaseException as error:
             self._spans.refused(message, error)
             self._owners.over(message.gateway, message.request, message.attempt)

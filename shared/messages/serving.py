@@ -209,3 +209,5 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     failed: tuple[AttemptFailed, ...] = ()
     scores: tuple[Scores, ...] = ()
     """Scores come before the tokens."""
+    kv_used: float = 0.0
+    """The share of the leader's KV cache that is in use."""

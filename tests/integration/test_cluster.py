@@ -6,11 +6,12 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
+from services.cli.events import read_spans
 from services.local.cluster import node_id
 from services.planner.core.events import TERMINAL
 from shared import subjects
 from shared.bus.base import On
-from shared.ids import GatewayId
+from shared.ids import GatewayId, NodeId
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
 from shared.messages.story import StoryQuery, Told
@@ -59,10 +60,33 @@ async def test_one_node_and_paths_of_two_to_five_stages(
         await scale(up, 5)
         for count in range(2, 6):
             stages = await up.path(*(node_id(number) for number in range(count)))
+            traces = [f"00-{count:031x}{number}-{1:016x}-01" for number in range(len(asked))]
             tokens = await asyncio.gather(
-                *(up.over_path(stages, prompt, TOKENS) for prompt in asked)
+                *(
+                    up.over_path(stages, prompt, TOKENS, trace=trace)
+                    for prompt, trace in zip(asked, traces, strict=True)
+                )
             )
             check(oracle, asked, tokens, TOKENS)
+            for trace in traces:
+                await check_spans(up, trace, [stage.node for stage in stages])
+
+
+async def check_spans(up: Running, trace: str, nodes: Sequence[NodeId]) -> None:
+    """Each later stage records one span, in that of the attempt, which the leader records."""
+    leader, *others = nodes
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            found = read_spans(up.cluster.spec.directory / "traces", trace.split("-")[1])
+            spans = {span["attributes"].get("node"): span for span in found}
+            if set(spans) >= set(nodes):
+                break
+            await asyncio.sleep(0.05)
+    assert [span["name"] for span in found].count("stage") == len(others)
+    assert spans[leader]["name"] == "attempt"
+    for node in others:
+        assert spans[node]["parent_id"] == spans[leader]["span_id"]
+        assert spans[node]["attributes"]["positions"] >= TOKENS
 
 
 async def test_scale_out_under_load_and_back(

@@ -167,6 +167,7 @@ class Running:
         prompt: Sequence[int],
         count: int,
         adapter: ModelId = NO_ADAPTER,
+        trace: str = "",
     ) -> list[int]:
         """Submits to a path as a gateway does, and collects what it streams."""
         gateway = GatewayId(f"test-{next(self._gateways)}")
@@ -194,6 +195,7 @@ class Running:
             stop_ids=(),
             sampling=Sampling(),
             adapter=adapter,
+            trace=trace,
         )
         to = subjects.node_adapted if adapter else subjects.node_submit
         as_gateway = bus_config(self.cluster.state, user=User(Role.GATEWAY))

@@ -183,12 +183,15 @@ class Leader:
         others = list(enumerate(sequence.path.stages))[1:]
         sequence.unanswered, sequence.takes_cuts = {stage for stage, _ in others}, True
         path, key, tokens, limit = sequence.path, sequence.key, sequence.prompt, sequence.limit
-        alone_until, secret = sequence.submit.alone_until, secret_of(sequence.submit)
+        submit, cause = sequence.submit, self._handled.cause
+        alone_until, secret, trace = submit.alone_until, secret_of(submit), submit.trace
         return [
             Send(
                 each.address,
-                Admit(path, stage, key, tokens, limit, alone_until, secret, pulls=True),
-                cause=self._handled.cause,
+                Admit(
+                    path, stage, key, tokens, limit, alone_until, secret, pulls=True, trace=trace
+                ),
+                cause=cause,
             )
             for stage, each in others
         ]

@@ -84,6 +84,8 @@ class Admit(StageMessage, frozen=True, tag="admit"):
     can."""
     pulls: bool = False
     """Whether the second stage may ask for prompts (`Pull`), and gets them then."""
+    trace: str = ""
+    """The W3C traceparent of the attempt's span; empty: it has none."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:

@@ -24,6 +24,9 @@ class Outbox:
         self._node = node
         self._boxes: dict[GatewayId, list[_Box]] = {}
 
+    def __bool__(self) -> bool:
+        return bool(self._boxes)
+
     def put(self, command: Emit) -> None:
         boxes = self._boxes.setdefault(command.gateway, [])
         if not boxes or boxes[-1].vector_bytes >= VECTOR_BYTES:
@@ -38,8 +41,8 @@ class Outbox:
             case AttemptFailed():
                 box.failed.append(command.what)
 
-    def empty(self) -> list[tuple[GatewayId, Tokens]]:
-        """Takes out the messages for each gateway, in order."""
+    def empty(self, kv_used: float) -> list[tuple[GatewayId, Tokens]]:
+        """Takes out the messages for each gateway, in order. `kv_used`: see `Tokens`."""
         found, self._boxes = self._boxes, {}
         return [
             (
@@ -49,6 +52,7 @@ class Outbox:
                     tokens=tuple(box.tokens),
                     failed=tuple(box.failed),
                     scores=tuple(box.scores),
+                    kv_used=kv_used,
                 ),
             )
             for gateway, boxes in found.items()

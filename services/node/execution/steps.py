@@ -37,8 +37,10 @@ from services.node.core.microbatches import (
     Prepare,
     Release,
     Return,
+    Sampled,
     Send,
     Settled,
+    StageMessage,
     Yield,
 )
 from services.node.core.rows import SequenceKey, request_of
@@ -54,6 +56,7 @@ from services.node.execution.checks import check_prompt, check_width
 from services.node.execution.grammars import Aside, Grammars
 from services.node.execution.kv_moves import KvMoves, Post
 from services.node.execution.outbox import Outbox
+from services.node.execution.stage_spans import StageSpans
 from services.node.execution.sweeps import Ran, Sweeps, failure_of, rows_of, tensor_of
 from services.node.transport.base import Buffer
 from shared import telemetry
@@ -127,6 +130,7 @@ class Steps:
         self._grammars = Grammars(engine, aside, self, self._log)
         self._kv_moves = KvMoves(engine, kv_mover, self, lambda act: post(partial(self._back, act)))
         self._unsettled: dict[SequenceKey, Callable[[], None]] = {}
+        self._spans = StageSpans(node, clock)
         self._sweeps = Sweeps(
             engine,
             self._batcher,
@@ -210,6 +214,7 @@ class Steps:
             named = message.keys
             if isinstance(message, Forward) and hidden is not None:
                 check_width(message, hidden, self._models)
+            self._trace_received(message)
             self._do(self._batcher.received(message, hidden, cause))
         except ProtocolViolation as error:
             self._violations += 1
@@ -263,8 +268,10 @@ class Steps:
 
     def flush(self) -> None:
         """Hands out what gateways are told: see `Outbox`."""
-        for gateway, tokens in self._out.empty():
-            self._emit(gateway, tokens)
+        if self._out:
+            kv_used = self._engine.kv_used / max(1, self._engine.kv_capacity)
+            for gateway, tokens in self._out.empty(kv_used):
+                self._emit(gateway, tokens)
 
     @property
     def load(self) -> WorkerLoad:
@@ -334,6 +341,8 @@ class Steps:
 
     def _do(self, commands: Iterable[Command]) -> None:
         """Each by itself: after one that fails, the others must not go undone."""
+        commands = tuple(commands)
+        self._spans.failing(commands)
         for command in commands:
             try:
                 self._obey(command)
@@ -347,6 +356,7 @@ class Steps:
         match command:
             case Release():
                 self._tell(cause, "gives its KV back", *command.sequences)
+                self._spans.over(command.sequences)
                 self._grammars.forget(command.sequences)
                 self._engine.free(command.sequences)
             case Prepare():
@@ -369,6 +379,8 @@ class Steps:
             case Send():
                 self._tell_sent(command)
                 message, hidden = command.message, tensor_of(command.hidden)
+                if isinstance(message, Forward | Sampled):
+                    self._spans.went(message.keys)
                 if isinstance(message, Forward) and command.offsets:
                     hidden = rows_of(hidden, message.rows, command.offsets)
                 self._send(command.address, *activations.encode(message, hidden, cause))
@@ -397,6 +409,13 @@ class Steps:
                 self._tell(command.cause, text, key)
             case Yield(taker=key):
                 self._tell(command.cause, f"has its KV, and takes over from {command.address}", key)
+
+    def _trace_received(self, message: StageMessage) -> None:
+        match message:
+            case Admit():
+                self._spans.asked(message)
+            case Forward():
+                self._spans.came(message)
 
     def _tell_end(self, command: Emit) -> None:
         """Only ends are told: one line for each token would leave no room for anything else."""

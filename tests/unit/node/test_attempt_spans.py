@@ -1,5 +1,8 @@
 """The spans of attempts belong to the trace of their request."""
 
+import json
+from pathlib import Path
+
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -7,6 +10,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from services.node.attempt_spans import AttemptSpans
 from shared import telemetry
+from shared.config import TelemetryConfig
 from shared.errors import CapacityExceeded
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
@@ -91,6 +95,22 @@ def test_every_end_ends_it(exported: InMemorySpanExporter) -> None:
         False,
     ]
     assert not spans._open
+
+
+def test_other_stages_record_in_the_attempt(tmp_path: Path) -> None:
+    telemetry.configure("node-a", TelemetryConfig(trace_dir=str(tmp_path)))
+    try:
+        spans = AttemptSpans(NODE)
+        traced = spans.begun(submit())
+        assert spans.begun(submit()).trace == traced.trace  # the same attempt, asked for again
+        telemetry.record("stage", start_ns=1, end_ns=2, parent=traced.trace)
+        spans.cancelled(Cancel(request=REQUEST, attempt=1))
+    finally:
+        telemetry.shutdown()
+    lines = (tmp_path / "node-a.jsonl").read_text().splitlines()
+    found = {each["name"]: each for each in map(json.loads, lines)}
+    assert found["stage"]["parent_id"] == found["attempt"]["span_id"]
+    assert found["attempt"]["parent_id"] == TRACE.split("-")[2]
 
 
 def test_without_a_trace_nothing_is_kept(exported: InMemorySpanExporter) -> None:
