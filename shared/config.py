@@ -160,6 +160,11 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     source arrive. (Nodes measure it.)"""
     metrics_port: Port = 0
     """The port of `/metrics`, `/live` and `/ready`. 0: none."""
+    scaler_port: Port = 0
+    """The port at which the active planner tells KEDA how many nodes are wanted (gRPC, an external
+    scaler). 0: none."""
+    scaler_host: str = "127.0.0.1"
+    """The address that it listens on. Nothing there asks for a key."""
 
 
 class RegistryConfig(_Section, frozen=True, kw_only=True):

@@ -3,7 +3,6 @@ planner that stands by shows none of it."""
 
 from collections import Counter
 from collections.abc import Callable
-from statistics import median_low
 
 from services.planner.core.census import Census, wanted_nodes
 from services.planner.core.events import TERMINAL
@@ -99,11 +98,10 @@ class PlannerMetrics:
         return [((duty.value,), found[duty]) for duty in Duty]
 
     def _wanted_nodes(self) -> Series:
-        planner = self._planner()
-        if planner is None or not planner.nodes:
+        if (planner := self._planner()) is None:
             return []
-        room = median_low(info.arena_bytes for info in planner.nodes)
-        return [((), wanted_nodes(self._census(), room))]
+        rooms = [info.arena_bytes for info in planner.nodes]
+        return [((), wanted_nodes(self._census(), rooms))]
 
     def _census(self) -> tuple[Census, ...]:
         """Looks once for each page, and forgets models that are gone."""

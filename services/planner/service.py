@@ -109,6 +109,15 @@ class PlannerService(Service):
         self.own(await bus.serve(subjects.PLANNER_CHRONICLE, ChronicleQuery, self._chronicle))
         self.own(await bus.serve(subjects.PLANNER_EVENT, EventQuery, self._event))
         self.own(await bus.serve(subjects.PLANNER_STORY, StoryQuery, self._story))
+        if self._config.scaler_port:
+            self._serve_scaler()
+
+    def _serve_scaler(self) -> None:
+        from services.planner.scaler import Scaler  # gRPC: 0.1 s and 20 MB, for those who use it
+
+        host, port = self._config.scaler_host, self._config.scaler_port
+        scaler = Scaler(self.core.wanted_nodes)
+        self.spawn(scaler.serve(host, port, self.log), name="scaler", contained=True)
 
     def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> Any:
         return self.spawn(work, name=name)

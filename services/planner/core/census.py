@@ -1,7 +1,8 @@
 """How many replicas each model has and wants, counted when somebody asks."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
+from statistics import median_low
 
 from services.planner.core.model import ModelMachine
 from shared.ids import ModelId, ModelName
@@ -43,17 +44,24 @@ def _one(model: ModelMachine, waits: bool) -> Census:
     )
 
 
-def wanted_nodes(models: Iterable[Census], room: int) -> int:
-    """How many nodes would hold every replica that is wanted, each node with `room` bytes for
-    weights and at most one replica of each model: large models first, each on the first nodes that
-    have room. No node can hold a model that is larger. Takes O(models x nodes)."""
+def wanted_nodes(models: Iterable[Census], rooms: Collection[int]) -> int:
+    """How many nodes would hold every replica that is wanted, each node with the median of `rooms`
+    (bytes that nodes have for weights), and at most one replica of each model, or one part of a
+    replica that fits on no node. Large models come first, each on the first nodes that have room.
+    While there are no nodes, nobody knows how large the next will be: one, if any replica is
+    wanted. Takes O(models x nodes)."""
+    wanted = [model for model in models if model.wanted and model.nbytes]
+    room = median_low(rooms) if rooms else 0
+    if not room:
+        return min(1, len(wanted))
     free: list[int] = []
-    fitting = (model for model in models if model.wanted and 0 < model.nbytes <= room)
-    for model in sorted(fitting, key=lambda model: (-model.nbytes, model.model)):
-        left = model.wanted
+    for model in sorted(wanted, key=lambda model: (-model.nbytes, model.model)):
+        parts = -(-model.nbytes // room)
+        part = -(-model.nbytes // parts)
+        left = model.wanted * parts
         for node, there in enumerate(free):
-            if left and there >= model.nbytes:
-                free[node] -= model.nbytes
+            if left and there >= part:
+                free[node] -= part
                 left -= 1
-        free += [room - model.nbytes] * left
+        free += [room - part] * left
     return len(free)

@@ -13,7 +13,7 @@ import msgspec
 from services.planner.core import commands
 from services.planner.core.alarms import Alarms
 from services.planner.core.archive import Archive, fitting
-from services.planner.core.census import Census, census
+from services.planner.core.census import Census, census, wanted_nodes
 from services.planner.core.commands import Command
 from services.planner.core.desk import ASK_S, RELEASE_S, Desk, Settings
 from services.planner.core.events import TERMINAL
@@ -194,6 +194,10 @@ class Planner:
 
     def census(self) -> tuple[Census, ...]:
         return census(self._machines.named.values(), self._machines.rooms.waiting)
+
+    def wanted_nodes(self) -> int:
+        """How many nodes like those that are there would hold every replica that is wanted."""
+        return wanted_nodes(self.census(), [info.arena_bytes for info in self.nodes])
 
     @property
     def nodes(self) -> Collection[NodeInfo]:

@@ -15,7 +15,7 @@ def checkout(tmp_path: Path) -> Path:
     """A checkout of the launcher alone, with what it installs."""
     made = tmp_path / "checkout"
     (made / "requirements").mkdir(parents=True)
-    for name in ("lambdascale", "requirements/run.lock"):
+    for name in ("lambdascale", "requirements/run.lock", "requirements/torch.lock"):
         shutil.copy(ROOT / name, made / name)
     return made
 
