@@ -28,6 +28,7 @@ from services.gateway.keyring import Keyring
 from services.gateway.lease import GatewayLease
 from services.gateway.lookout import Lookout
 from services.gateway.metrics import Metrics
+from services.gateway.picker import PickerPage
 from services.gateway.planner_link import PlannerLink
 from services.gateway.prompts import PromptReader
 from services.gateway.tls import load_tls
@@ -221,6 +222,7 @@ class GatewayService(Service):
             GrammarChecker(self._confined),
             self.frontend,
             self._metrics,
+            PickerPage(self._dispatch.pressure, lambda: self._catalog.records).families,
             self._keyed,
             self._lookout,
             self.log,

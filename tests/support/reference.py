@@ -73,6 +73,9 @@ the reason otherwise). None of them asks for a key, so let only those reach them
   mean.
 - A request waits at a gateway or on a node. `vllm:num_requests_waiting` is the gateway's; the
   node's is `lambdascale_node_waiting_sequences`.
+- `/metrics/picker` of a gateway is for endpoint pickers of Kubernetes' Gateway API Inference
+  Extension: one series each of `vllm:num_requests_waiting`, `vllm:num_requests_running`,
+  `vllm:kv_cache_usage_perc` and `vllm:lora_requests_info`, for all models together.
 """
 
 

@@ -17,6 +17,7 @@ from services.gateway.core.commands import Broken, Command, End
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
 from services.gateway.core.others import Changed, Others
+from services.gateway.core.pressure import Pressure, pressure
 from services.gateway.core.requests import Request, State
 from services.gateway.core.streams import Verdict
 from shared.errors import BusTimeout, IllegalTransition, LambdaScaleError, NotFound, from_code
@@ -39,6 +40,8 @@ class Dispatch:
         self._models: dict[ModelId, Model] = {}
         self._sets: dict[ModelId, InstanceSet] = {}
         """The newest instance set of each model."""
+        self._kv_used: dict[NodeId, float] = {}
+        """See `Tokens.kv_used`: what each node said last."""
 
     def story(self, subject: str) -> tuple[Transition, ...]:
         """The last steps of a request, or of the requests of a call, a model or an instance, with
@@ -97,6 +100,7 @@ class Dispatch:
 
     def on_node_gone(self, node: NodeId, now: float, graceful: bool = False) -> list[Command]:
         self._begin(node, now)
+        self._kv_used.pop(node, None)
         for model in list(self._models.values()):
             self._guard(model, now, model.node_gone, node, now, graceful)
         return self._flush()
@@ -149,6 +153,7 @@ class Dispatch:
         freed: dict[ModelId, None] = {}
         late: dict[tuple[RequestId, int], None] = {}
         requests = self._ledger.requests
+        self._kv_used[message.node] = message.kv_used
         pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
         for piece in pieces:
             self._begin(piece.request, now)
@@ -275,6 +280,11 @@ class Dispatch:
             for route in model.table.routes.values():
                 running = len(route.requests) + route.others.requests
                 yield model.name, route.instance, running
+
+    def pressure(self) -> Pressure:
+        routes = (route for model in self._models.values() for route in model.table.routes.values())
+        leaders = (route.instance.leader for route in routes if route.requests)
+        return pressure(self._ledger.requests.values(), leaders, self._kv_used)
 
     @property
     def served(self) -> int:

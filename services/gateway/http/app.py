@@ -29,6 +29,7 @@ from services.gateway.lookout import Lookout
 from services.gateway.metrics import Metrics
 from services.gateway.prompts import PromptReader
 from shared.config import GatewayConfig
+from shared.metrics import Metrics as Families
 
 
 class Api:
@@ -43,6 +44,7 @@ class Api:
         grammars: GrammarChecker,
         frontend: Frontend,
         metrics: Metrics,
+        for_pickers: Families,
         keyed: KeyedAnswers,
         lookout: Lookout,
         log: structlog.stdlib.BoundLogger,
@@ -54,7 +56,7 @@ class Api:
         self._max_body = config.max_body_bytes
         self._outer = Outer(config, connections, keyring, books, metrics, log)
         self._models = models = ServedModels(catalog, keyring, connected, log)
-        self._pages = Pages(models, health, metrics)
+        self._pages = Pages(models, health, metrics.families, for_pickers)
         generating = Generating(
             connections, books, models, prompts, grammars, frontend, metrics, keyed, log
         )

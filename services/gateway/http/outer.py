@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 import structlog
 from aiohttp import web
 
+from services.gateway import picker
 from services.gateway.api_error import ApiError, of_error
 from services.gateway.books import Books
 from services.gateway.browsers import browsers
@@ -22,7 +23,7 @@ from shared.config import GatewayConfig
 from shared.errors import LambdaScaleError
 from shared.ids import new_id
 
-OPEN = ("/", "/live", "/ready", "/health", "/metrics", openapi.PATH)
+OPEN = ("/", "/live", "/ready", "/health", "/metrics", picker.PATH, openapi.PATH)
 """What may be asked without a key."""
 OPEN_BELOW = "/page/"
 """So may all paths that begin with this."""

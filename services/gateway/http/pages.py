@@ -5,20 +5,26 @@ from collections.abc import Callable
 import msgspec
 from aiohttp import web
 
+from services.gateway import picker
 from services.gateway.answer_bodies import HealthPage, Status
 from services.gateway.health import Health
 from services.gateway.http.call import Call
 from services.gateway.http.models import ServedModels
-from services.gateway.metrics import Metrics
+from shared.metrics import Metrics as Families
 
 
 class Pages:
     def __init__(
-        self, models: ServedModels, health: Callable[[], Health], metrics: Metrics
+        self,
+        models: ServedModels,
+        health: Callable[[], Health],
+        metrics: Families,
+        for_pickers: Families,
     ) -> None:
         self._models = models
         self._healthy = health
         self._metrics = metrics
+        self._for_pickers = for_pickers
 
     def calls(self) -> list[Call]:
         return [
@@ -34,6 +40,7 @@ class Pages:
                 errors={503: HealthPage},
             ),
             Call("GET", "/metrics", self._show_metrics, "metrics", "For Prometheus", str),
+            Call("GET", picker.PATH, self._show_picker, "picker", "For pickers of endpoints", str),
         ]
 
     async def _live(self, _: web.Request) -> web.Response:
@@ -52,5 +59,12 @@ class Pages:
         )
 
     async def _show_metrics(self, request: web.Request) -> web.Response:
-        body, content_type = self._metrics.families.render(request.headers.get("Accept", ""))
-        return web.Response(body=body, headers={"Content-Type": content_type})
+        return _rendered(self._metrics, request)
+
+    async def _show_picker(self, request: web.Request) -> web.Response:
+        return _rendered(self._for_pickers, request)
+
+
+def _rendered(families: Families, request: web.Request) -> web.Response:
+    body, content_type = families.render(request.headers.get("Accept", ""))
+    return web.Response(body=body, headers={"Content-Type": content_type})

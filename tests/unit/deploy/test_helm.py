@@ -27,7 +27,8 @@ EVERYTHING: dict[str, Any] = {
     "nodes": {"gpus": 1, "models": {"hostPath": {"path": "/srv/models"}}},
     "serviceMonitor": {"enabled": True},
     "prometheusRule": {"enabled": True},
-    "keda": {"enabled": True},
+    "keda": {"enabled": True, "behavior": {"scaleUp": {"stabilizationWindowSeconds": 0}}},
+    "inferencePool": {"enabled": True, "picker": {"name": "chooser"}},
     "settings": {"planner": {"idle_s": 30.0}},
     "imagePullSecrets": [{"name": "registry"}],
     "networkPolicy": {"clients": [{"podSelector": {"matchLabels": {"app": "web"}}}]},
@@ -129,6 +130,42 @@ def test_settings_of_values_are_the_configuration() -> None:
     assert tomllib.loads(settings["data"]["lambdascale.toml"]) == EVERYTHING["settings"]
 
 
+def test_keda_asks_the_planner_how_many_nodes(tmp_path: Path) -> None:
+    documents = rendered(EVERYTHING)
+    by_name = {(each["kind"], each["metadata"]["name"]): each for each in documents}
+    spec = by_name["ScaledObject", "demo-node"]["spec"]
+    (trigger,) = spec["triggers"]
+    assert (trigger["type"], trigger["metricType"]) == ("external-push", "AverageValue")
+    host, port = trigger["metadata"]["scalerAddress"].split(":")
+    service = by_name["Service", host.split(".")[0]]["spec"]
+    assert service["selector"].items() <= labels_of(documents, "planner").items()
+    (container,) = dict(pods(documents))["planner"]["containers"]
+    planner = load(None, environment(container)).planner
+    assert [planner.scaler_port, planner.scaler_host] == [int(port), "0.0.0.0"]
+    opened = by_name["NetworkPolicy", "demo-planner"]["spec"]["ingress"]
+    assert int(port) in [each["port"] for rule in opened for each in rule["ports"]]
+    assert "replicas" not in by_name["StatefulSet", "demo-node"]["spec"]
+
+
+def test_a_picker_finds_the_gateways() -> None:
+    documents = rendered(EVERYTHING)
+    spec = next(each["spec"] for each in documents if each["kind"] == "InferencePool")
+    assert spec["selector"]["matchLabels"].items() <= labels_of(documents, "gateway").items()
+    (container,) = dict(pods(documents))["gateway"]["containers"]
+    assert spec["targetPorts"] == [{"number": load(None, environment(container)).gateway.port}]
+    assert spec["endpointPickerRef"]["name"] == "chooser"
+    assert spec["endpointPickerRef"]["port"] == {"number": 9002}
+    with pytest.raises(HelmError, match="picker"):
+        rendered({"inferencePool": {"enabled": True}})
+
+
+def labels_of(documents: list[dict[str, Any]], role: str) -> dict[str, str]:
+    made = (
+        d["spec"]["template"]["metadata"]["labels"] for d in documents if "replicas" in d["spec"]
+    )
+    return next(dict(each) for each in made if each["app.kubernetes.io/component"] == role)
+
+
 def test_secrets_are_those_that_init_makes() -> None:
     """Each process is given the files of its own user, and nothing else."""
     for role, pod in pods(rendered(EVERYTHING)):
@@ -153,7 +190,7 @@ def test_policies_choose_pods_that_are_there(documents: list[dict[str, Any]]) ->
     for document in documents:
         spec = document.get("spec", {})
         chosen = spec.get("podSelector", spec.get("selector"))
-        if document["kind"] in ("Service", "NetworkPolicy", "PodDisruptionBudget"):
+        if document["kind"] in ("Service", "NetworkPolicy", "PodDisruptionBudget", "InferencePool"):
             labels = chosen.get("matchLabels", chosen)
             assert any(labels.items() <= pod.items() for pod in there), document["metadata"]
 

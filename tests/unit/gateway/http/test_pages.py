@@ -65,6 +65,27 @@ async def test_health_and_metrics(cluster: Cluster, http: aiohttp.ClientSession)
     assert f'lambdascale_gateway_instances{{model="{NAME}",state="open"}} 0.0' in lines
 
 
+async def test_a_picker_reads_one_series_for_the_gateway(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    async def shown() -> dict[str, float]:
+        async with http.get("/metrics/picker") as response:
+            lines = (await response.text()).splitlines()
+        pairs = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+        return {name.removeprefix("vllm:"): float(value) for name, value in pairs}
+
+    names = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+    assert await shown() == dict.fromkeys(names, 0.0)  # and nothing of adapters: there are none
+    cluster.nodes[1].refusal = CapacityExceeded("full")
+    asking = asyncio.create_task(post(http, ASK))
+    await cluster.nodes[1].submitted(1)
+    found = await shown()
+    assert found["num_requests_waiting"] + found["num_requests_running"] == 1
+    cluster.nodes[1].refusal = None
+    await asking
+    assert await shown() == dict.fromkeys(names, 0.0)
+
+
 async def test_an_instance_that_refuses_shows(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
