@@ -1,20 +1,31 @@
 # One image for every role: `docker run IMAGE node`, `docker run IMAGE gateway`, ...
-# It runs on CPUs; on GPU servers, see docs/deploy.md.
+# It runs on CPUs. docker-compose.gpu.yml makes one for GPUs: an image with torch's CUDA build as BASE, and
+# TORCH=system.
 
-FROM python:3.11-slim-bookworm AS base
-# Nodes compile their kernels for the processor they run on (services/node/engine/kernels).
+ARG BASE=python:3.11-slim-bookworm
+# hadolint ignore=DL3006
+FROM ${BASE} AS base
+# Nodes compile their kernels for the processor they run on (services/node/engine/kernels). They are not optimised
+# while they are linked, so what does that (32 MB) is left out.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/*
+    && rm -rf /var/lib/apt/lists/* /usr/lib/gcc/*/*/lto1
 
 FROM base AS build
-ENV PIP_NO_CACHE_DIR=1
+ARG TORCH=cpu
+# With SOURCE_DATE_EPOCH, compiled files hold a digest of their source, and not its time: two builds make the same.
+ENV LS_TORCH=$TORCH PIP_NO_CACHE_DIR=1 SOURCE_DATE_EPOCH=0 PYTHONHASHSEED=0
 WORKDIR /opt/lambdascale
 COPY lambdascale ./
+COPY requirements/torch.lock requirements/
 COPY requirements/run.lock requirements/
-# The launcher makes the virtual environment, from the lock and its hashes, and then runs
+# The launcher makes the virtual environment, from the locks and their hashes, and then runs
 # services.cli. That is an empty module here, so that a change of the code leaves this layer be.
-RUN mkdir -p services/cli && touch services/cli/__main__.py && ./lambdascale && rm -r services
+# Nobody compiles against torch here, tests it or installs anything: 220 MB.
+RUN mkdir -p services/cli && touch services/cli/__main__.py && ./lambdascale && rm -r services \
+    && packages=$(echo .venv/lib/python3*/site-packages) && torch=$packages/torch \
+    && rm -rf "$torch/test" "$torch/include" "$torch"/bin/*test* "$torch"/bin/*Test "$torch"/bin/protoc* \
+    "$packages/pip" "$packages"/pip-*
 COPY shared shared
 COPY services services
 COPY simulation simulation

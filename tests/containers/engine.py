@@ -142,12 +142,13 @@ class Engine:
             process.wait()
         _remove_groups()
 
-    def asks(self, *arguments: str) -> "subprocess.CompletedProcess[str]":
-        return self._run(["docker", *arguments])
+    def asks(self, *arguments: str, **variables: str) -> "subprocess.CompletedProcess[str]":
+        return self._run(["docker", *arguments], self.environment | variables)
 
-    def docker(self, *arguments: str) -> str:
-        """Its output; what it says in an AssertionError if it fails."""
-        done = self.asks(*arguments)
+    def docker(self, *arguments: str, **variables: str) -> str:
+        """Its output; what it says in an AssertionError if it fails. `variables`: of its
+        environment."""
+        done = self.asks(*arguments, **variables)
         assert done.returncode == 0, f"docker {' '.join(arguments)}:\n{done.stderr[-3000:]}"
         return done.stdout
 
@@ -158,10 +159,9 @@ class Engine:
         return self._run([*enter, sys.executable, "-c", code, *arguments], os.environ)
 
     def _run(
-        self, command: Sequence[str], environment: Mapping[str, str] | None = None
+        self, command: Sequence[str], environment: Mapping[str, str]
     ) -> "subprocess.CompletedProcess[str]":
-        env = self.environment if environment is None else environment
-        return subprocess.run(command, capture_output=True, text=True, check=False, env=env)
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
 
 
 def _remove_groups() -> None:

@@ -18,6 +18,10 @@ from tests.containers.engine import Engine
 
 ROOT = Path(__file__).parents[2]
 IMAGE = f"lambdascale:{__version__}"
+NEXT = "lambdascale:next"
+"""What the cluster is upgraded to."""
+LARGEST = 1_300_000_000
+"""Bytes that the image may have beside those of its base, which is a stand-in here."""
 OURS = ("gateway", "planner", "registry", "node-0", "node-1", "node-2")
 NODES = {"node-0", "node-1", "node-2"}
 LIMIT_S = 300.0
@@ -53,8 +57,8 @@ class Box:
         self.engine = engine
         self._prefix = ("compose", "--project-directory", str(ROOT), "--env-file", str(settings))
 
-    def compose(self, *arguments: str) -> str:
-        return self.engine.docker(*self._prefix, *arguments)
+    def compose(self, *arguments: str, image: str = IMAGE) -> str:
+        return self.engine.docker(*self._prefix, *arguments, LAMBDASCALE_IMAGE=image)
 
     def command(self, *words: str) -> str:
         """An operator's command, in a container of its own."""
@@ -112,13 +116,24 @@ def box(engine: Engine, tmp_path: Path) -> Iterator[Box]:
 
 
 def build(engine: Engine) -> None:
-    bases = re.findall("(?m)^FROM ([^ ]*:[^ ]*)", (ROOT / "Dockerfile").read_text())
+    bases = re.findall("(?m)^ARG BASE=(.*)$", (ROOT / "Dockerfile").read_text())
     services = YAML(typ="safe", pure=True).load(ROOT / "docker-compose.yml")["services"]
     images.python(engine, *bases)
     engine.docker("build", "--quiet", "--network", "host", "--tag", IMAGE, str(ROOT))
     version = engine.docker("run", "--rm", "--network", "none", IMAGE, "--version")
     assert version.strip() == __version__
+    own = size_of(engine, IMAGE) - size_of(engine, *bases)
+    print(f"the image has {own / 1e6:.0f} MB beside its base's")
+    assert own < LARGEST
+    next_release = engine.directory / "contexts" / "next"
+    next_release.mkdir(parents=True, exist_ok=True)
+    (next_release / "Dockerfile").write_text(f"FROM {IMAGE}\nLABEL release=next\n")
+    engine.docker("build", "--quiet", "--network", "none", "--tag", NEXT, str(next_release))
     images.collector(engine, services["jaeger"]["image"], IMAGE)
+
+
+def size_of(engine: Engine, image: str) -> int:
+    return int(engine.docker("image", "inspect", "--format", "{{.Size}}", image))
 
 
 def until(what: str, condition: Callable[[], Any], box: Box) -> None:
@@ -129,6 +144,7 @@ def until(what: str, condition: Callable[[], Any], box: Box) -> None:
 
 
 def test_a_cluster_in_a_box(box: Box) -> None:
+    check_gpus(box)
     box.compose("up", "--detach", "--no-build")
     until("all healthy", lambda: {*OURS, "nats"} <= box.healthy(), box)
     for service in OURS:
@@ -141,9 +157,8 @@ def test_a_cluster_in_a_box(box: Box) -> None:
     assert [box.ask() for _ in range(6)] == [expected] * 6
     until("spans", lambda: {"gateway", "planner", *NODES} <= senders(box), box)
 
-    check_a_death(box, expected)
-    box.compose("restart", "nats")
-    assert [box.ask() for _ in range(3)] == [expected] * 3
+    check_a_death(box, "node-1", lambda: "node-1" in box.serving(), expected)
+    check_a_death(box, "nats", lambda: {*OURS, "nats"} <= box.healthy(), expected)
 
     created = box.compose("ps", "-aq")
     box.compose("up", "--detach", "--no-build")
@@ -155,6 +170,7 @@ def test_a_cluster_in_a_box(box: Box) -> None:
     until("three replicas again", lambda: box.serving() == NODES, box)
     assert box.ask() == expected
 
+    check_an_upgrade(box, expected)
     box.compose("stop", *OURS)
     assert {service: box.state(service, "ExitCode").strip() for service in OURS} == dict.fromkeys(
         OURS, "0"
@@ -166,12 +182,43 @@ def senders(box: Box) -> set[str]:
     return set(json.loads(done.stdout)["data"]) if done.returncode == 0 else set()
 
 
-def check_a_death(box: Box, expected: str) -> None:
-    """A node is killed: no request fails, and it comes back."""
-    started = box.state("node-1", "StartedAt")
-    init = int(box.state("node-1", "Pid"))
-    (node,) = Path(f"/proc/{init}/task/{init}/children").read_text().split()
-    os.kill(int(node), signal.SIGKILL)
+def check_gpus(box: Box) -> None:
+    """Compose takes the file for GPUs, and each node would get one."""
+    files = ("-f", str(ROOT / "docker-compose.yml"), "-f", str(ROOT / "docker-compose.gpu.yml"))
+    found = json.loads(box.compose(*files, "config", "--format", "json"))["services"]
+    for number, node in enumerate(sorted(NODES)):
+        (device,) = found[node]["deploy"]["resources"]["reservations"]["devices"]
+        assert device["device_ids"] == [str(number)]
+        assert found[node]["environment"]["LAMBDASCALE_NODE_DEVICE"] == "cuda:0"
+        assert found[node]["environment"]["LAMBDASCALE_NODE_ID"] == node
+
+
+def check_a_death(box: Box, service: str, is_back: Callable[[], bool], expected: str) -> None:
+    """A process is killed: no request fails, and it comes back."""
+    started = box.state(service, "StartedAt")
+    os.kill(main_process(int(box.state(service, "Pid"))), signal.SIGKILL)
     assert [box.ask() for _ in range(6)] == [expected] * 6
-    until("another start", lambda: box.state("node-1", "StartedAt") != started, box)
-    until("the node serves again", lambda: "node-1" in box.serving(), box)
+    until("another start", lambda: box.state(service, "StartedAt") != started, box)
+    until(f"{service} is back", is_back, box)
+    assert box.ask() == expected
+
+
+def main_process(init: int) -> int:
+    """What the container's init started. Others were left to it, as a node's keeper is."""
+    children = map(int, Path(f"/proc/{init}/task/{init}/children").read_text().split())
+    return min(children, key=lambda pid: int(stat_of(pid)[19]))  # it began first
+
+
+def stat_of(pid: int) -> list[str]:
+    """The fields of its /proc/PID/stat that follow the name, from the state on."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+
+
+def check_an_upgrade(box: Box, expected: str) -> None:
+    """Each service is given the next image, one after the other, while others serve."""
+    for service in OURS:
+        box.compose("up", "--detach", "--no-build", "--no-deps", service, image=NEXT)
+        assert box.state(service, "Config.Labels").count("release:next") == 1
+        until(f"{service} is well", lambda: set(OURS) <= box.healthy(), box)
+        until("all serve", lambda: box.serving() == NODES, box)
+        assert box.ask() == expected

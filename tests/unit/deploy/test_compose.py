@@ -16,6 +16,7 @@ from shared.version import __version__
 from tests.unit.deploy.support import DEPLOY, ROLES, ROOT, role_of, settings, tool, variables_in
 
 FILE = ROOT / "docker-compose.yml"
+GPU_FILE = ROOT / "docker-compose.gpu.yml"
 EXAMPLE = variables_in(DEPLOY / "compose.env.example")
 VARIABLE = re.compile(r"\$\{(\w+)(?::([-?])([^}]*))?\}")
 
@@ -52,9 +53,10 @@ def config_of(service: dict[str, Any]) -> Config:
     return load(None, settings(service["environment"]))
 
 
-def test_it_follows_the_compose_specification() -> None:
+@pytest.mark.parametrize("file", [FILE, GPU_FILE], ids=lambda file: file.name)
+def test_it_follows_the_compose_specification(file: Path) -> None:
     checked = subprocess.run(
-        [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(FILE)],
+        [tool("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", str(file)],
         capture_output=True,
         text=True,
         check=False,
@@ -105,8 +107,26 @@ def test_api_keys_come_from_the_environment_file() -> None:
 
 
 def test_the_example_of_the_environment_file_names_every_variable_and_no_other() -> None:
-    used = {found[1] for found in VARIABLE.finditer(FILE.read_text()) if found[1]}
+    text = FILE.read_text() + GPU_FILE.read_text()
+    used = {found[1] for found in VARIABLE.finditer(text) if found[1]}
     assert used == set(EXAMPLE)
+
+
+def test_with_gpus_each_node_has_one_of_its_own_and_the_other_image() -> None:
+    over = interpolated(YAML(typ="safe", pure=True).load(GPU_FILE), {})["services"]
+    assert set(over) == set(FROM_IMAGE)
+    assert {service["image"] for service in over.values()} == {f"{IMAGE}-cuda"}
+    devices = []
+    for name, service in NODES.items():
+        environment = {**service["environment"], **over[name]["environment"]}
+        assert load(None, settings(environment)).node.device == "cuda:0"
+        (device,) = over[name]["deploy"]["resources"]["reservations"]["devices"]
+        assert (device["driver"], device["capabilities"]) == ("nvidia", ["gpu"])
+        devices += device["device_ids"]
+    assert len(set(devices)) == len(NODES)
+    arguments = over["init"]["build"]["args"]
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    assert all(f"\nARG {name}=" in dockerfile for name in arguments)
 
 
 @pytest.mark.parametrize("name", OURS)

@@ -85,6 +85,11 @@ def test_everything_that_is_copied_is_compiled() -> None:
     assert set(compiled.split("-q ")[1].split()) == packages
 
 
+def test_what_is_compiled_does_not_depend_on_when_it_was_built() -> None:
+    (build,) = (line for line in instructions("ENV") if "SOURCE_DATE_EPOCH" in line)
+    assert "PYTHONHASHSEED=0" in build
+
+
 def test_the_nodes_volume_gets_no_dotfiles() -> None:
     """A volume begins with what its directory holds in the image."""
     (line,) = (line for line in instructions("RUN") if "useradd" in line)
@@ -109,4 +114,5 @@ def test_the_final_stage_is_not_root_and_its_settings_are_known() -> None:
 
 def test_stages_share_one_pinned_base() -> None:
     bases = [line.split()[0] for line in instructions("FROM")]
-    assert bases == ["python:3.11-slim-bookworm", "base", "base"]
+    assert bases == ["${BASE}", "base", "base"]
+    assert instructions("ARG")[0] == "BASE=python:3.11-slim-bookworm"
