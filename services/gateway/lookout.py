@@ -166,7 +166,7 @@ class Lookout:
         trail = {"forgotten": past.forgotten, "served": past.served}
         scene.put("trails", {event: trail}, all_there_are=False)
         over = bool(past.record.ledger)
-        paths = (served for served in past.served if len(served.stages) > 1)
+        paths = (served for served in past.served if not served.lasts)
         if over and all(path.ended_ns for path in paths) and known >= past.arrived:
             look.settled.add(event)
         for old in list(look.arrived)[: -2 * FOLLOWED]:
@@ -187,6 +187,7 @@ class Lookout:
                     "running": running,
                     "event": instance.event,
                     "stages": [(s.node, s.start, s.stop) for s in instance.stages],
+                    "group": instance.group,
                 }
                 for name, instance, running in self._dispatch.instances()
             },

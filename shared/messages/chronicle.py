@@ -75,7 +75,7 @@ class Arrival(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An instance that an event made, a path or a replica, from its beginning to its end."""
+    """An instance that an event made, from its beginning to its end."""
 
     instance: InstanceId
     stages: tuple[tuple[NodeId, int, int], ...]
@@ -87,6 +87,13 @@ class Served(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Since when its requests go on elsewhere. 0: they do not."""
     ended_ns: int = 0
     """0: it is there."""
+    group: bool = False
+    """See `Instance.group`. Otherwise several stages are a path."""
+
+    @property
+    def lasts(self) -> bool:
+        """See `Instance.lasts`."""
+        return self.group or len(self.stages) == 1
 
 
 class EventQuery(Message, frozen=True, kw_only=True, tag="event_query"):

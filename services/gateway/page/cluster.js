@@ -1,5 +1,6 @@
 // The cluster as it is now: models, nodes, instances.
 import { colour, figures, h, meter, picture, section, table } from "./dom.js";
+import { kindOf } from "./eventdata.js";
 import { bytes, count, number, percent } from "./format.js";
 import { items, rows } from "./state.js";
 
@@ -34,17 +35,23 @@ function strip(state, nodes, models, instances) {
   const rate = rows(state, "rates", "all").at(-1);
   const loading = nodes.filter(([, node]) => node.event).length;
   const served = new Set(instances.map(([, instance]) => instance.model)).size;
+  const groups = ofKind(instances, "group").length;
   return [
     figures([
       ["nodes", number(nodes.length), `${serving.size} serve, ${loading} reserved`],
       ["models", number(models.length), `${served} served`],
       ["replicas", number(sum(3)), `${number(sum(4))} granted, ${number(sum(5))} wanted`],
-      ["paths", number(instances.filter(([, i]) => i.stages.length > 1).length), "over nodes that load"],
+      ...(groups ? [["of these groups", number(groups), "over nodes with a part each"]] : []),
+      ["paths", number(ofKind(instances, "path").length), "over nodes that load"],
       ["running", number(sum(2)), "requests"],
       ["waiting", number(sum(1)), "requests"],
       ["tokens", number(rate ? rate[1] : 0), "a second"],
     ]),
   ];
+}
+
+function ofKind(instances, kind) {
+  return instances.filter(([, instance]) => kindOf(instance) === kind);
 }
 
 function modelTable(state, models, instances) {
@@ -56,7 +63,7 @@ function modelTable(state, models, instances) {
     { name: "serving", num: true, text: ([name]) => lastCount(state, name)[3] },
     { name: "granted", num: true, text: ([name]) => lastCount(state, name)[4] },
     { name: "wanted", num: true, text: ([name]) => lastCount(state, name)[5] },
-    { name: "paths", num: true, text: ([name]) => of(name).filter(([, i]) => i.stages.length > 1).length },
+    { name: "paths", num: true, text: ([name]) => ofKind(of(name), "path").length },
     { name: "running", num: true, text: ([name]) => lastCount(state, name)[2] },
     { name: "waiting", num: true, text: ([name]) => lastCount(state, name)[1] },
     { name: "lacking", wide: true, text: ([, model]) => model.copies?.shortfall || "nothing" },
@@ -71,15 +78,16 @@ function modelTable(state, models, instances) {
 export function nodeState(name, node, instances) {
   if (node.unfit) return "unfit";
   const mine = instances.filter(([, i]) => i.stages.some(([stage]) => stage === name));
-  if (mine.some(([, i]) => i.stages.length === 1)) return "serves";
-  if (mine.length) return "serves in paths";
+  for (const [kind, words] of [["replica", "serves"], ["group", "serves in a group"], ["path", "serves in paths"]]) {
+    if (ofKind(mine, kind).length) return words;
+  }
   if (node.event) return "loads";
   if (node.duty !== "all") return node.duty;
   return node.holds.some(([, tier]) => tier !== "disk") ? "keeps copies" : "idle";
 }
 
 const STATE_COLOURS = {
-  serves: "replica", "serves in paths": "path", loads: "accent", unfit: "bad",
+  serves: "replica", "serves in a group": "group", "serves in paths": "path", loads: "accent", unfit: "bad",
   "keeps copies": "kept", idle: "idle",
 };
 
@@ -145,6 +153,7 @@ function instanceTable(instances, ui) {
   return table("Instances", [
     { name: "instance", text: ([id]) => h("code", {}, id), sort: ([id]) => id },
     { name: "model", text: ([, i]) => i.model, sort: ([, i]) => i.model },
+    { name: "kind", text: ([, i]) => kindOf(i), sort: ([, i]) => kindOf(i) },
     { name: "state", text: ([, i]) => mark(i.state), sort: ([, i]) => i.state },
     { name: "requests", num: true, text: ([, i]) => `${i.running} of ${i.slots}`, sort: ([, i]) => i.running },
     { name: "nodes, with their blocks", wide: true, text: ([, i]) => stages(i), sort: ([, i]) => i.stages.length },

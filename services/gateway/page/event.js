@@ -238,6 +238,7 @@ function legend(event, critical) {
   return h("p.legend", {},
     patch("path", "serves in paths, with what it has"),
     patch("replica", "serves alone"),
+    event.served.some((one) => one.kind === "group") ? patch("group", "serves with its part, in a group") : null,
     h("span.key", {}, h("i.patch.ramp"), `blocks 0 to ${blocks - 1}, from first byte to last`),
     critical ? patch("critical", "critical path: each waited for the one before") : null,
     marksOf(event).map(([at, name, , text]) => patch(`mark-${name}`, at ? `${text} (${seconds(at)})` : text)));
@@ -327,10 +328,11 @@ function instancesPart(event) {
     h("div.picture", {},
       lines("Paths over loading nodes, and replicas", [
         { name: "paths", colour: "path-ink", points: instancesOver(event, "path"), step: true },
-        { name: "replicas", colour: "replica-ink", points: instancesOver(event, "replica"), step: true },
+        { name: "replicas", colour: "replica-ink", points: instancesOver(event, "replica", "group"), step: true },
       ], { ...range, height: 120 }),
       keys([["path-ink", "paths over loading nodes"], ["replica-ink", "new replicas"]])),
     asTable("Instances", table("Instances", [
+      { name: "kind", text: (one) => one.kind },
       { name: "nodes, with their blocks", wide: true, text: span },
       { name: "began", num: true, text: (one) => seconds(one.began) },
       { name: "first token", num: true, text: (one) => seconds(one.token) },

@@ -16,6 +16,7 @@ export function eventOf(state, id, fetched = {}) {
   const served = (known?.served ?? []).map((one) => ({
     instance: one.instance,
     stages: one.stages,
+    kind: kindOf(one),
     began: at(one.began_ns),
     token: one.first_token_ns ? at(one.first_token_ns) : null,
     moving: one.moving_ns ? at(one.moving_ns) : null,
@@ -46,19 +47,25 @@ export function lanesOf(arrivals) {
   return found;
 }
 
-// By node when it served, as [from, to, "path" or "replica"].
+// "replica", "group" (each of its nodes keeps a part of the model), or "path" (over nodes that load).
+export function kindOf(instance) {
+  if (instance.group) return "group";
+  return instance.stages.length > 1 ? "path" : "replica";
+}
+
+// By node when it served, as [from, to, kind].
 export function rolesOf(event) {
   const found = new Map(event.nodes.map((node) => [node, []]));
   for (const one of event.served) {
-    const kind = one.stages.length > 1 ? "path" : "replica";
     for (const [node] of one.stages) {
-      found.get(node)?.push([one.began, one.ended ?? event.to, kind]);
+      found.get(node)?.push([one.began, one.ended ?? event.to, one.kind]);
     }
   }
   for (const node of event.record.sources) {
     if (!event.record.targets.includes(node)) found.get(node)?.push([event.from, event.to, "replica"]);
   }
-  for (const list of found.values()) list.sort((a, b) => (a[2] < b[2] ? -1 : a[2] > b[2] ? 1 : 0));
+  // What lasts is drawn over the paths that it follows.
+  for (const list of found.values()) list.sort((a, b) => (b[2] === "path") - (a[2] === "path"));
   return found;
 }
 
@@ -95,10 +102,10 @@ export function criticalPath(arrivals) {
 
 const SLACK_S = 0.005;
 
-// How many paths and replicas of the event there were, as steps [time, count].
-export function instancesOver(event, kind) {
+// How many instances of these kinds the event had, as steps [time, count].
+export function instancesOver(event, ...kinds) {
   const changes = event.served
-    .filter((one) => (one.stages.length > 1) === (kind === "path"))
+    .filter((one) => kinds.includes(one.kind))
     .flatMap((one) => [[one.began, 1], ...(one.ended === null ? [] : [[one.ended, -1]])])
     .sort((a, b) => a[0] - b[0]);
   let sum = 0;
@@ -108,7 +115,10 @@ export function instancesOver(event, kind) {
 export function copiesOf(event) {
   const { record } = event;
   const all = record.actual.all_complete_s;
-  const copies = `${record.targets.length} ${record.targets.length === 1 ? "copy" : "copies"} of ${record.name}`;
+  const parts = new Set(Object.values(record.parts ?? {}).map(String)).size || 1;
+  const whole = Math.max(1, Math.round(record.targets.length / parts));
+  const over = parts > 1 ? ` over ${record.targets.length} nodes` : "";
+  const copies = `${whole} ${whole === 1 ? "copy" : "copies"} of ${record.name}${over}`;
   if (record.state === "failed" || record.state === "cancelled") return `${copies}: ${record.state}`;
   return all === null ? `${copies}, arriving` : `${copies} in ${all.toFixed(2)} s`;
 }

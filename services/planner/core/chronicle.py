@@ -141,7 +141,9 @@ class Chronicle:
         served = trail.served.get(instance.id)
         if served is None and len(trail.served) < SERVED:
             stages = tuple((stage.node, stage.start, stage.stop) for stage in instance.stages)
-            served = Served(instance=instance.id, stages=stages, began_ns=at_ns)
+            served = Served(
+                instance=instance.id, stages=stages, began_ns=at_ns, group=instance.group
+            )
             trail.served[instance.id] = served
         moves = instance.state is InstanceState.MOVING
         if served is not None and moves and not served.moving_ns:
