@@ -5,6 +5,7 @@ import asyncio
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,11 @@ from typing import Any
 import pytest
 
 from services.cli.report import of_event, write
+from services.local.demo_model import make_checkpoint
 from shared import subjects
 from shared.messages.scaling import ScaleAccepted, SetInstances
 from tests.support.cluster import MODEL, Running, running
+from tests.support.models import TINY
 
 playwright = pytest.importorskip("playwright.async_api", reason="playwright is not installed")
 axe = pytest.importorskip("axe_playwright_python", reason="axe-playwright-python is not installed")
@@ -121,4 +124,32 @@ async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:
         await check_event(alone, up.record.n_blocks)
         await alone.evaluate(AXE)
         assert await alone.evaluate(FAULTS) == []
+    assert said == []
+
+
+async def test_a_group_is_shown_as_such(tmp_path: Path) -> None:
+    said: list[str] = []
+    make_checkpoint(tmp_path / "large", replace(TINY, layers=14))
+    settings = {"LAMBDASCALE_NODE_ARENA_BYTES": "1200000"}  # a little more than half of the model
+    async with (
+        running(
+            tmp_path / "cluster", tmp_path / "large", nodes=3, blocks=16, settings=settings
+        ) as up,
+        chromium() as browser,
+    ):
+        page = await opened(browser, 1280, "light", said)
+        await page.goto(f"{up.url}/")
+        await page.get_by_text("serves in a group").nth(1).wait_for()
+        row = page.locator("table", has=page.get_by_text("Instances")).locator("tbody tr").first
+        cells = await row.locator("td, th").all_inner_texts()
+        nodes = sorted(stage.node for stage in up.watch.replicas[0].stages)
+        assert "group" in cells
+        assert all(node in cells[-1] for node in nodes)
+        figures = await page.locator("main").inner_text()
+        assert "serves in paths" not in figures
+        await page.goto(f"{up.url}/#event/last")
+        await page.get_by_role("heading", name="1 copy of").wait_for()
+        assert "over 2 nodes" in await page.locator("main h1").first.inner_text()
+        await page.evaluate(AXE)
+        assert await page.evaluate(FAULTS) == []
     assert said == []
