@@ -103,6 +103,8 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     decode_s: float = 0.0
     """Seconds of one pass of one token through the whole model. It is bound by reading the
     weights."""
+    decode_s_per_token: float = 0.0
+    """Seconds that each further sequence adds to a pass in which all decode, KV included."""
     share: float = 1.0
     """The part of the model that the node ran in these passes, about. The fixed costs of a pass
     make a small part look slow."""

@@ -30,6 +30,8 @@ APART = 2.0
 through passes of 40 and 50 tokens says nothing about a pass of one."""
 FEW = 16
 """Passes of so many tokens or fewer are about as fast as a pass of one."""
+DECODING = 64
+"""A pass of so many tokens or fewer is one in which sequences decode, nearly always."""
 SAMPLES = 5
 """How many passes of each size are kept. Counting sizes apart, many passes of one token do not push
 out passes of many."""
@@ -135,6 +137,16 @@ class EngineTimes:
             self._line, self._new = self._draw(), 0
         return self._line
 
+    def decode_s_per_token(self) -> float:
+        """Seconds that a further sequence adds to a pass in which all decode; 0: not known yet."""
+        passes = [one for some in self._passes.values() for one in some if one[0] <= DECODING]
+        slopes = [
+            ((y2 - y1) / (x2 - x1), abs(x2 - x1))
+            for (x1, y1), (x2, y2) in combinations(passes, 2)
+            if abs(x2 - x1) >= 1
+        ]
+        return max(0.0, _weighted_median(slopes)) if slopes else 0.0
+
     def _draw(self) -> tuple[float, float]:
         passes = [each for some in self._passes.values() for each in some]
         slopes = [
@@ -199,6 +211,7 @@ class Profiler:
                 model_id=model,
                 prefill_s_per_token=_rounded(more),
                 decode_s=_rounded(one),
+                decode_s_per_token=_rounded(times.decode_s_per_token()),
                 share=_rounded(times.share),
             )
 

@@ -63,6 +63,8 @@ class Policy:
     decode_s: float = 0.0
     """Seconds that a pass takes which makes one token of a sequence, as nodes measured it. 0: not
     known."""
+    decode_s_per_token: float = 0.0
+    """The same for each further sequence of the pass."""
     supply: Supply | None = None
     """The replicas that serve and that are loading, for objectives. None: those that load are
     expected to serve after `horizon_s`."""
@@ -112,6 +114,8 @@ def work_of(demand: Demand, policy: Policy) -> Work:
         kv_each=arrivals.prompt_tokens + max(0, tokens) / max(1, inside),
         kv_tokens=policy.kv_tokens,
         fill=policy.fill,
+        steady=arrivals.steady,
+        decode_token_s=policy.decode_s_per_token,
     )
 
 

@@ -61,6 +61,10 @@ class Measured:
         """Seconds of a pass of one token through a complete replica; 0: not known."""
         return self._ordinary(model).decode_s
 
+    def decode_s_per_token(self, model: ModelId) -> float:
+        """Seconds that each further sequence adds to such a pass; 0: not known."""
+        return self._ordinary(model).decode_s_per_token
+
     def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
         """How fast the node runs a pass of `tokens` tokens, relative to the median of the nodes.
         `known`: its last result, which stays unless the speed has clearly changed. 1 for a node
@@ -84,6 +88,7 @@ class Measured:
             self._middle[model] = ModelProfile(
                 model_id=model,
                 decode_s=_middle(each.decode_s for each in said),
+                decode_s_per_token=_middle(each.decode_s_per_token for each in said),
                 prefill_s_per_token=_middle(each.prefill_s_per_token for each in said),
             )
         return self._middle[model]

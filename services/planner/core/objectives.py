@@ -68,7 +68,7 @@ class Work:
     inside: int
     """Requests that wait or run."""
     rate: float
-    """Arrivals a second."""
+    """Arrivals a second. A burst counts at once."""
     prefill_s: float
     """Prefill of an ordinary prompt."""
     token_s: float
@@ -85,6 +85,10 @@ class Work:
     """KV positions of a replica."""
     fill: float = 1.0
     """The share of a replica that the work is meant to fill."""
+    steady: float = 0.0
+    """Arrivals a second, in the mean."""
+    decode_token_s: float = 0.0
+    """Of each further sequence of a pass in which all decode."""
 
 
 @dataclass(frozen=True, slots=True)

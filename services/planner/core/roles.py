@@ -15,43 +15,67 @@ replicas run all the sequences, and the others all the prefills.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, sqrt
 from statistics import median_high
 
 import msgspec
 
-from services.planner.core.objectives import Objectives, Work, Z, busy, slack_s, wait_s
+from services.planner.core.objectives import FULL, Objectives, Work, Z, busy, slack_s, wait_s
 from shared.messages.instances import Instance, InstanceState, Role
 
+FIRST_S = 1.0
+"""So long after the first requests, it is first chosen."""
 HOLD_S = 3.0
-"""Roles follow what was best in so many seconds, and change no sooner."""
+"""Later, roles follow what was best in so many seconds, and change no sooner."""
 CLOSE = 0.9
 """Requests differ in how many others they run beside. If their mean time between tokens is more
 than this share of the objective, too many of them miss it."""
-MOST_BUSY = 0.7
-"""The share of its time for which a replica is meant to prefill, if it does nothing else. What
-comes is known to a sixth or so, and who is short of prefills is late for long."""
+MOST_BUSY = 0.8
+"""The share of its time for which a replica is meant to prefill, if it does nothing else. Who is
+short of prefills is late for long."""
+HOPELESS = 1.5
+"""If everything is this many times as much as it should be, being apart helps nobody."""
+SLACK = 0.1
+"""Who is apart stays so, and as many of them, while nothing else is better by this share. Near a
+limit, chance would change it over and over, and each change costs."""
 
 
-def prefillers(work: Work, objectives: Objectives, replicas: int) -> int:
-    """How many of the replicas should only prefill. 0: each does both, because that keeps the
-    objective for tokens, or because nothing does, or it is not known."""
-    known = work.rate and work.prefill_s and work.token_s and work.step_s and work.stay_s
+def prefillers(work: Work, objectives: Objectives, replicas: int, now: int = 0) -> int:
+    """How many of the replicas should only prefill; `now` do. 0: each does both, because that keeps
+    the objective for tokens, or because being apart helps little, or it is not known."""
+    known = work.steady and work.prefill_s and work.token_s and work.step_s and work.stay_s
     if not (objectives.tpot_s and known) or replicas < 2:
         return 0
-    most_s, free = CLOSE * objectives.tpot_s, 1 - busy(work, replicas)
-    together_s = _token_s(work, free, replicas) if free > 0 else inf
-    if together_s <= most_s:
+    work, kept = replace(work, rate=work.steady), now if now < replicas else 0
+    length = _length(work, replicas, kept)
+    scores = [_apart(work, length, objectives, replicas, count) for count in range(1, replicas)]
+    scores.insert(0, _together(work, length, objectives, replicas))
+    if scores[0] <= (1 - SLACK if kept else 1):
         return 0
-    for count in range(1, replicas):
-        late = wait_s(work, 0.0, count) > slack_s(work, objectives) if objectives.ttft_s else False
-        if busy(work, count) > MOST_BUSY or late:
-            continue
-        apart_s = _token_s(work, 1.0, replicas - count)
-        better = apart_s <= most_s and apart_s < together_s
-        return count if better and _fit(work, replicas - count) else 0
-    return 0
+    scores[kept] *= 1 - SLACK
+    good = (count for count in range(1, replicas) if scores[count] <= 1)
+    best = kept if kept and scores[kept] <= 1 else next(good, scores.index(min(scores)))
+    return best if scores[best] <= HOPELESS else 0
+
+
+def _together(work: Work, length: float, objectives: Objectives, replicas: int) -> float:
+    """How late tokens are if each replica does both: 1 is as late as may be."""
+    token_s = _token_s(work, length, 1 - busy(work, replicas), replicas)
+    return token_s / (CLOSE * objectives.tpot_s)
+
+
+def _apart(work: Work, length: float, objectives: Objectives, replicas: int, count: int) -> float:
+    """The same if `count` of them only prefill, for tokens or prompts, whichever are later. A
+    prompt then takes a pass of its own."""
+    if not _fit(work, replicas - count):
+        return inf
+    alone = replace(work, prefill_s=work.prefill_s + work.step_s)
+    tokens = _token_s(work, length, 1.0, replicas - count) / (CLOSE * objectives.tpot_s)
+    prompts = busy(alone, count) / MOST_BUSY
+    if objectives.ttft_s and busy(alone, count) < FULL:
+        prompts = max(prompts, wait_s(alone, 0.0, count) / slack_s(alone, objectives))
+    return max(tokens, prompts)
 
 
 def _fit(work: Work, replicas: int) -> bool:
@@ -62,10 +86,28 @@ def _fit(work: Work, replicas: int) -> bool:
     return most <= work.slots * replicas and (not kv or most * work.kv_each <= kv)
 
 
-def _token_s(work: Work, free: float, replicas: int) -> float:
-    """The time between two tokens on replicas that decode for the share `free` of their time."""
-    each = work.rate * work.stay_s / free / replicas
-    return (work.step_s + max(0.0, each - 1) * work.token_s) / free
+def _length(work: Work, replicas: int, prefill: int) -> float:
+    """How many tokens an ordinary request generates, by how long it stays while `prefill` of the
+    replicas only prefill."""
+    free = 1.0 if prefill else 1 - busy(work, replicas)
+    each = work.rate * work.stay_s / max(free, 1 - FULL) / (replicas - prefill)
+    return work.stay_s / (work.step_s + max(0.0, each - 1) * _more_s(work))
+
+
+def _token_s(work: Work, length: float, free: float, replicas: int) -> float:
+    """The time between two tokens on replicas that decode for the share `free` of their time. The
+    longer it is, the more sequences are there, and the longer it is: t free = step + (n - 1) more,
+    n = rate x length x t / replicas. inf: ever more would be there."""
+    more_s = _more_s(work)
+    left = free - work.rate * length * more_s / replicas
+    if left <= 0:
+        return inf
+    return max(work.step_s / free, (work.step_s - more_s) / left)
+
+
+def _more_s(work: Work) -> float:
+    """What a further sequence adds to a step."""
+    return max(work.token_s, work.decode_token_s)
 
 
 @dataclass(slots=True)
@@ -75,15 +117,16 @@ class Choice:
     count: int = 0
     _found: deque[tuple[float, int]] = field(default_factory=deque)
     """What was best at times of the last HOLD_S seconds, and once before."""
-    _changed_at: float = 0.0
+    _changed_at: float | None = None
 
     def look(self, found: int, at: float) -> int:
         """Takes in what would be best now. Returns how many prefill from now on."""
         self._found.append((at, found))
         while len(self._found) > 1 and self._found[1][0] <= at - HOLD_S:
             self._found.popleft()
-        known = at - self._found[0][0] >= HOLD_S
-        if known and at - self._changed_at >= HOLD_S:
+        hold_s = FIRST_S if self._changed_at is None else HOLD_S
+        known = at - self._found[0][0] >= hold_s
+        if known and (self._changed_at is None or at - self._changed_at >= hold_s):
             middle = median_high(number for _, number in self._found)
             if middle != self.count:
                 self.count, self._changed_at = middle, at

@@ -147,7 +147,7 @@ class Sizing:
             max(0, asked.tokens - self._asked.tokens),
             inside=demand.queued_requests + demand.running_requests,
             running=demand.running_requests,
-            busy=min(busy(work, supply.now), FULL),
+            busy=0.0 if self._roles.count else min(busy(work, supply.now), FULL),
         )
         self._asked = asked
         return self._traffic.arrivals(at)
@@ -155,7 +155,8 @@ class Sizing:
     def _prefill_share(self, record: ModelRecord, work: Work, policy: Policy, have: int) -> float:
         if record.prefill_share != PLANNERS_CHOICE:
             return record.prefill_share
-        count = self._roles.look(prefillers(work, policy.objectives, have), self._desk.at)
+        best = prefillers(work, policy.objectives, have, self._roles.count)
+        count = self._roles.look(best, self._desk.at)
         return min(count, have - 1) / have if have > 1 else 0.0
 
     def _set_batch(self, demand: Demand, policy: Policy) -> None:
@@ -193,6 +194,7 @@ class Sizing:
             floor_why=scheduled if floor != record.min_instances else "",
             objectives=Objectives(record.ttft_s, record.tpot_s),
             decode_s=cluster.measured.decode_s(record.model_id) / speed,
+            decode_s_per_token=cluster.measured.decode_s_per_token(record.model_id) / speed,
             supply=supply,
         )
 

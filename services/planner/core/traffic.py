@@ -21,6 +21,8 @@ MERGE_S = 0.05
 """Counts that are closer than this are one."""
 ENOUGH = 1.0
 """A mean of less than this many requests, as they count, says nothing."""
+LEAST_S = 1.0
+"""Arrivals of less time say nothing of the mean."""
 MEMORY_S = 300.0
 """How far back prompts and stays count."""
 
@@ -35,6 +37,8 @@ class Arrivals:
     """The mean length of a prompt. 0: not known."""
     stay_s: float = 0.0
     """How long a request is on an instance that does no prefills. 0: not known."""
+    steady: float = 0.0
+    """Requests a second, in the mean of the longest window, or since they have come."""
 
 
 NO_ARRIVALS = Arrivals()
@@ -84,7 +88,13 @@ class Traffic:
         """What is known now."""
         prompt = self._tokens / self._asked if self._asked >= ENOUGH else 0.0
         stay_s = self._stays_s / self._ended if self._ended >= ENOUGH else 0.0
-        return Arrivals(self._rate(now), prompt, stay_s)
+        return Arrivals(self._rate(now), prompt, stay_s, self._steady(now))
+
+    def _steady(self, now: float) -> float:
+        if not self._counts:
+            return 0.0
+        passed = max(LEAST_S, min(WINDOWS_S[-1], now - self._counts[0].at))
+        return self._counted(now, WINDOWS_S[-1]) / passed
 
     def _rate(self, now: float) -> float:
         *short, longest = WINDOWS_S

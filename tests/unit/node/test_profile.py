@@ -159,3 +159,18 @@ def test_a_pass_of_few_tokens_is_not_taken_from_the_line_through_large_ones() ->
         times.add(tokens, max(0.06, 0.0008 * tokens))
     one, _ = times.line()
     assert one == pytest.approx(0.06, rel=0.1)
+
+
+def test_what_a_further_sequence_adds_is_told_by_decode_steps_alone() -> None:
+    """Reading its KV takes longer than a further token of a prompt."""
+    times = EngineTimes()
+    for tokens in (1, 2, 4, 7, 12, 20, 40):
+        times.add(tokens, 0.010 + (tokens - 1) * 0.0005)
+    for tokens in (512, 1024, 2048):
+        times.add(tokens, 0.010 + tokens * 0.00005)
+    assert times.decode_s_per_token() == pytest.approx(0.0005)
+    assert EngineTimes().decode_s_per_token() == 0.0
+    one_size = EngineTimes()
+    one_size.add(8, 0.02)
+    one_size.add(8, 0.03)
+    assert one_size.decode_s_per_token() == 0.0

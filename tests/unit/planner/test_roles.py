@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.planner.core.objectives import Objectives, Work
-from services.planner.core.roles import HOLD_S, Choice, assign_roles, prefillers
+from services.planner.core.roles import FIRST_S, HOLD_S, Choice, assign_roles, prefillers
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Role, Stage
 
@@ -78,27 +78,51 @@ LONG = Work(
     step_s=0.014,
     stay_s=64 * 0.014,
     slots=64,
+    steady=18.0,
+    decode_token_s=1e-3,
 )
 """Prompts of 3,072 tokens, 18 a second, and 64 tokens each."""
 TIGHT = Objectives(ttft_s=2.0, tpot_s=0.020)
 
 
 def test_long_prompts_and_a_tight_objective_for_tokens_part_them() -> None:
-    assert prefillers(LONG, TIGHT, 8) == 5
-    assert prefillers(replace(LONG, rate=14.0), TIGHT, 8) == 4
+    assert prefillers(LONG, TIGHT, 8) == 4
+    assert prefillers(replace(LONG, steady=12.0), TIGHT, 8) == 3
+
+
+def test_bursts_change_nothing_in_the_mean() -> None:
+    assert prefillers(replace(LONG, rate=40.0), TIGHT, 8) == 4
 
 
 def test_who_keeps_the_objective_together_stays_together() -> None:
     assert prefillers(LONG, Objectives(tpot_s=0.1), 8) == 0
-    assert prefillers(replace(LONG, rate=4.0), TIGHT, 8) == 0
+    assert prefillers(replace(LONG, steady=4.0), TIGHT, 8) == 0
     assert prefillers(LONG, Objectives(ttft_s=2.0), 8) == 0
 
 
+def test_where_many_decode_they_do_not_part_for_short_prompts() -> None:
+    """With so many sequences it is the steps that are slow, and apart fewer replicas share them."""
+    short = replace(LONG, prefill_s=0.025, step_s=0.0121, steady=48.0)
+    assert prefillers(replace(short, stay_s=256 * 0.0165, decode_token_s=2e-4), TIGHT, 8) == 0
+
+
+def test_if_nothing_keeps_the_objectives_the_least_late_is_chosen() -> None:
+    assert prefillers(replace(LONG, steady=24.0), TIGHT, 8) == 5
+
+
+def test_near_a_limit_a_choice_stays() -> None:
+    chosen = [prefillers(replace(LONG, steady=rate), TIGHT, 8) for rate in (9.0, 12.0)]
+    assert chosen == [0, 3]
+    assert prefillers(replace(LONG, steady=9.0), TIGHT, 8, now=3) == 3
+    assert prefillers(replace(LONG, steady=18.0), TIGHT, 8, now=5) == 5
+    assert prefillers(replace(LONG, steady=6.0), TIGHT, 8, now=3) == 0
+
+
 def test_what_nobody_can_keep_and_what_is_not_known_part_nobody() -> None:
-    assert prefillers(replace(LONG, rate=60.0), TIGHT, 8) == 0
+    assert prefillers(replace(LONG, steady=60.0), TIGHT, 8) == 0
     assert prefillers(LONG, Objectives(tpot_s=0.010), 8) == 0
     assert prefillers(replace(LONG, prefill_s=0.0), TIGHT, 8) == 0
-    assert prefillers(replace(LONG, kv_each=3100.0, kv_tokens=15_000), TIGHT, 8) == 0
+    assert prefillers(replace(LONG, kv_each=3100.0, kv_tokens=8_000), TIGHT, 8) == 0
     assert prefillers(LONG, TIGHT, 1) == 0
 
 
@@ -122,15 +146,16 @@ def test_somebody_always_decodes(
     ttft_s: float,
     replicas: int,
 ) -> None:
-    work = Work(0.0, 0, rate, prefill_s, token_s, step_s, stay_s, 16)
-    assert 0 <= prefillers(work, Objectives(ttft_s, tpot_s), replicas) < max(1, replicas)
+    work = Work(0.0, 0, rate, prefill_s, token_s, step_s, stay_s, 16, steady=rate)
+    for now in range(replicas):
+        assert 0 <= prefillers(work, Objectives(ttft_s, tpot_s), replicas, now) < max(1, replicas)
 
 
 def test_roles_follow_what_was_mostly_best_for_a_while() -> None:
     choice = Choice()
     for step in range(100):
         number = choice.look((0, 3, 3, 4, 3)[step % 5], step * 0.1)
-        assert number == (3 if step * 0.1 >= HOLD_S else 0)
+        assert number == (3 if step * 0.1 >= FIRST_S else 0)
     assert choice.look(5, 10.0) == 3
     assert choice.look(5, 10.0 + HOLD_S) == 5
     assert choice.look(2, 10.1 + HOLD_S) == 5

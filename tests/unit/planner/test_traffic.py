@@ -40,6 +40,15 @@ def test_a_burst_is_seen_within_half_a_second_and_soon_forgotten() -> None:
     assert traffic.arrivals(0.5 + WINDOWS_S[-1]).rate == 0.0
 
 
+@pytest.mark.parametrize("seconds", [2.0, 5.0, 30.0])
+def test_the_mean_is_known_soon_and_does_not_follow_a_burst(seconds: float) -> None:
+    traffic = steady(20, 1.0, seconds)
+    assert traffic.arrivals(seconds).steady == pytest.approx(20, rel=0.1)
+    traffic.note(seconds, 20, 2000, inside=20, running=0, busy=0.0)
+    assert traffic.arrivals(seconds).steady <= 20 * (1 + 1.3 / min(seconds, WINDOWS_S[-1]))
+    assert Traffic().arrivals(0.0).steady == 0.0
+
+
 def test_stays_that_still_go_on_are_not_taken_to_be_over() -> None:
     """Before the first request has ended nothing is known; then rather too long than too short."""
     assert steady(20, 4.0, seconds=3.9).arrivals(3.9).stay_s == 0.0
