@@ -186,20 +186,20 @@ class Answers:
     def events(self, deltas: Sequence[Delta]) -> bytes:
         parts: list[bytes] = []
         for delta in deltas:
-            choice, told, token, logprobs, finish, *_ = delta
-            tail = self._tail(delta)
+            choice, told = delta.choice, delta.parts
+            tail = self._usage(delta) if self._asked.usage_in_chunks else self._no_usage
             if (self._chat or self._echoes) and choice.index not in self._begun:
                 self._begun.add(choice.index)
                 parts += (self._opening(choice), tail)
-            if self._by_token and token is not None:
-                parts += (self._event_of_token(choice, told, token, logprobs), tail)
+            if self._by_token and delta.token is not None:
+                parts += (self._event_of_token(choice, told, delta.token, delta.logprobs), tail)
             elif len(told) == 1 and isinstance(told[0], Said):
                 parts += (self._before[choice.index], _encode(told[0].text), self._after, tail)
             elif told:
                 parts += (self._event(choice, {"delta": delta_of(told)}), tail)
-            if finish:
+            if delta.finish:
                 body: dict[str, object] = {"delta": {}} if self._chat else {"text": ""}
-                parts += (self._event(choice, body, finish=finish), tail)
+                parts += (self._event(choice, body, finish=delta.finish), tail)
         return b"".join(parts)
 
     def _opening(self, choice: Choice) -> bytes:
@@ -231,10 +231,9 @@ class Answers:
         event = {"index": choice.index, **body, "logprobs": logprobs, "finish_reason": finish}
         return self._head + _encode(event)
 
-    def _tail(self, delta: Delta) -> bytes:
-        if self._asked.usage_in_chunks:
-            return b'],"usage":' + _encode(self._generation.usage(delta)) + b"}\n\n"
-        return self._no_usage
+    def _usage(self, delta: Delta) -> bytes:
+        """How events end that have the usage up to this one."""
+        return b'],"usage":' + _encode(self._generation.usage(delta)) + b"}\n\n"
 
     @staticmethod
     def waiting() -> bytes:

@@ -48,6 +48,8 @@ class Books:
     def headers(self, caller: Caller) -> dict[str, str]:
         """OpenAI's headers: what the caller may use now."""
         accounts, at = caller.accounts, now()
+        if not accounts:
+            return {}
         found = {
             "requests": self.quotas.requests(accounts, at),
             "tokens": self.quotas.tokens(accounts, at),

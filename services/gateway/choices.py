@@ -150,7 +150,6 @@ def choices_of(
     defaults = {name: lingo.defaults[name] for name in asked.left_open & lingo.defaults.keys()}
     rules = _rules_for(asked, lingo, defaults.pop("repetition_penalty", None))
     told = {"logprobs": asked.alternatives, **_of_sampling(defaults)}
-    whole = msgspec.structs.replace(asked.sampling, **told)
     stops = Stops(asked.stops)
     codec = lingo.codec
     shown = codec.special_tokens if asked.shows_special else codec.special_ids(form.markers)
@@ -165,7 +164,7 @@ def choices_of(
                 drawn = admission.derive_seed(seed, number * asked.n + i)
             else:
                 drawn = secrets.randbits(63)
-            sampling = msgspec.structs.replace(whole, seed=drawn)
+            sampling = msgspec.structs.replace(asked.sampling, **told, seed=drawn)
             request = Request(
                 id=RequestId(new_id("req")),
                 model_id=record.served_by,

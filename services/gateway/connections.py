@@ -16,6 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import cast
 
+from aiohttp import web
+
 from services.gateway.api_error import ApiError
 
 IDLE_S = 75.0
@@ -62,6 +64,13 @@ class Connections:
             yield
         finally:
             connection.end()
+
+    async def body(self, request: web.BaseRequest) -> bytes:
+        """A request's body. ApiError 408 if it does not arrive in time."""
+        if request.content.is_eof():  # it came with the headers, as most do: nothing to wait for
+            return await request.read()
+        async with self.arriving():
+            return await request.read()
 
     @asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:

@@ -75,6 +75,7 @@ class Generation:
         self.prompt_tokens = prompt_tokens
         self._frontend = frontend
         self._metrics = metrics
+        self._series = metrics.of(record.name)
         self._span = span
         self._tab = tab
         self._arrived = now()
@@ -133,13 +134,13 @@ class Generation:
         except LambdaScaleError:
             self._tab.take_back()
             raise
-        self._metrics.prompt_tokens.labels(self.record.name).inc(self.prompt_tokens)
+        self._series.prompt_tokens.inc(self.prompt_tokens)
 
     def end(self) -> None:
         """Cancels the choices that have not ended."""
         self._pieces.close()
         self._frontend.end(choice.request for choice in self.choices)
-        self._metrics.cached_tokens.labels(self.record.name).inc(self._cached_tokens())
+        self._series.cached_tokens.inc(self._cached_tokens())
         requests = [choice.request for choice in self.choices]
         self._tab.close(
             self.record,
@@ -283,20 +284,20 @@ class Generation:
         return Delta(choice, parts, told, logprobs, choice.finish, self.generated, self.reasoning)
 
     def _measure(self, choice: Choice) -> None:
-        name, count = self.record.name, len(choice.tokens)
+        count = len(choice.tokens)
         if count == 1:
             choice.first_at = now()
             trace = self._span.exemplar
-            self._metrics.ttft.labels(name).observe(choice.first_at - self._arrived, trace)
+            self._series.ttft.observe(choice.first_at - self._arrived, trace)
             waited_s = max(0.0, choice.request.submitted_at - self._arrived)
-            self._metrics.queue_s.labels(name).observe(waited_s, trace)
+            self._series.queue_s.observe(waited_s, trace)
             if not self._ttft_s:
                 self._ttft_s, self._queue_s = choice.first_at - self._arrived, waited_s
         if choice.finish:
-            self._metrics.tokens.labels(name).inc(count)
-            self._metrics.requests.labels(name, choice.finish).inc()
+            self._series.tokens.inc(count)
+            self._metrics.requests.labels(self.record.name, choice.finish).inc()
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
                 self._tpot_s = max(self._tpot_s, mean)
-                self._metrics.tpot.labels(name).observe(mean, self._span.exemplar)
-            self._metrics.duration.labels(name).observe(now() - self._arrived, self._span.exemplar)
+                self._series.tpot.observe(mean, self._span.exemplar)
+            self._series.duration.observe(now() - self._arrived, self._span.exemplar)

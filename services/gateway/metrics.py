@@ -128,11 +128,32 @@ class Metrics:
         )
         for theirs, ours in _ALIASES.items():
             families.alias(f"vllm:{theirs}", ours, _THEIR_LABELS)
+        self._of: dict[str, ModelSeries] = {}
+
+    def of(self, model: str) -> "ModelSeries":
+        """The series of a model's requests."""
+        if (series := self._of.get(model)) is None:
+            series = self._of[model] = ModelSeries(self, model)
+        return series
 
     def forget(self, model: str) -> None:
         """Removes the series of a model that is gone."""
+        self._of.pop(model, None)
         self.families.forget(model=model)
         self.families.forget(**{_MODEL: model})
+
+
+class ModelSeries:
+    """The series of one model's requests, looked up once: each look takes a lock."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self.prompt_tokens = metrics.prompt_tokens.labels(model)
+        self.cached_tokens = metrics.cached_tokens.labels(model)
+        self.tokens = metrics.tokens.labels(model)
+        self.ttft = metrics.ttft.labels(model)
+        self.tpot = metrics.tpot.labels(model)
+        self.duration = metrics.duration.labels(model)
+        self.queue_s = metrics.queue_s.labels(model)
 
 
 def _instances(breakers: Mapping[ModelName, Mapping[State, int]]) -> Series:

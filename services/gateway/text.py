@@ -199,12 +199,15 @@ class DecodeStream:
         self._window = list(context)
         self._clean = len(self._window)
         """How many tokens of the window have their whole text out."""
-        self._sent = len(self._decoded()) if self._window else 0
-        """How many characters of the window's text are out."""
+        self._sent = -1 if self._window else 0
+        """How many characters of the window's text are out. -1: all. They are counted when that is
+        needed, which it mostly is not, because the tokenizer takes long."""
 
     def step(self, token: int) -> str:
         if self._clean == len(self._window) and (alone := self._codec.alone(token)) is not None:
             return alone
+        if self._sent < 0:
+            self._sent = len(self._decoded())
         self._window.append(token)
         text = self._decoded()
         end = len(text)
@@ -224,7 +227,7 @@ class DecodeStream:
 
     def flush(self) -> str:
         """The rest of the text, when no token follows."""
-        return self._decoded()[self._sent :] if self._window else ""
+        return "" if self._clean == len(self._window) else self._decoded()[self._sent :]
 
     def _decoded(self) -> str:
         return self._codec.decode(self._window, self._shown)

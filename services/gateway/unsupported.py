@@ -3,6 +3,7 @@
 Each is accepted with the values that change nothing, because some clients always send them.
 """
 
+from functools import cache
 from typing import Any, ClassVar
 
 import msgspec
@@ -71,6 +72,7 @@ class Unsupported(msgspec.Struct, kw_only=True):
     logits_processors: Any = None
 
 
+@cache
 def refused_by(body: type[Unsupported]) -> tuple[str, ...]:
     """The fields of a body that are known in order to be refused."""
     return (*Unsupported.__struct_fields__, *body.refused)

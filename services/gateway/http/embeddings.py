@@ -51,9 +51,7 @@ class Embeddings:
         ]
 
     async def _embed(self, request: web.Request) -> web.Response:
-        async with self._connections.arriving():
-            raw = await request.read()
-        asked = embedding.wanted(raw)
+        asked = embedding.wanted(await self._connections.body(request))
         record = self._models.record(request, asked.model)
         lingo = await self._models.lingo(record)
         size = embedding.size_of(asked, lingo)

@@ -60,8 +60,7 @@ class Generating:
         self._log = log
 
     async def body(self, request: web.Request) -> bytes:
-        async with self._connections.arriving():
-            return await request.read()
+        return await self._connections.body(request)
 
     async def count(self, request: web.Request, asked: Asked) -> int:
         """The number of tokens in the prompt."""
@@ -132,6 +131,8 @@ class Generating:
             and (form.special or asked.ignore_eos or asked.rules.min_tokens)
         ):
             use = None  # no grammar can have such text: calls are read as they come
+        if use is None and not content:
+            return asked, read
         try:
             grammar = grammar_of_reply(form, use, content)
             if grammar:

@@ -22,7 +22,19 @@ PROGRESS_S = 1.0
 """Seconds between looks at what a stream waits for."""
 KEEPALIVE_S = 3.0
 """Seconds after which a silent stream sends a sign of life."""
-_NO_STORE = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-cache",
+    "X-Accel-Buffering": "no",
+}
+
+
+class _Events(web.StreamResponse):
+    """A stream of server-sent events."""
+
+    _send_headers_immediately = False
+    """So aiohttp sends the headers with the first event: a second system call would take as long as
+    all that is computed for a token."""
 
 
 def as_json(answer: msgspec.Struct) -> web.Response:
@@ -54,9 +66,8 @@ async def stream(
     status. `connection`: the request's, if deltas of `source` are written there as they come.
     `call`: the request's id, for the log."""
     signs = _Signs(source.generation, encoder)
-    response = web.StreamResponse(headers=_NO_STORE)
-    response.content_type = "text/event-stream"
-    response.charset = "utf-8"
+    response = _Events(headers=_HEADERS)
+    last = b""
     try:
         try:
             async for deltas in source.deltas(min(PROGRESS_S, KEEPALIVE_S)):
@@ -77,7 +88,7 @@ async def stream(
                     source.generation.outlet = _Direct(connection, response, encoder, signs)
             if not response.prepared:
                 await response.prepare(request)
-            await response.write(encoder.last())
+            last = encoder.last()
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except Exception as error:  # headers are out, so the stream itself has to say it
@@ -86,8 +97,8 @@ async def stream(
             if not isinstance(error, ApiError):
                 log.exception("stream failed", request=call)
                 error = ApiError(500, FAILED)
-            await response.write(encoder.failed(error))
-        await response.write_eof()
+            last = encoder.failed(error)
+        await response.write_eof(last)
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer
     return response
@@ -120,7 +131,10 @@ class _Direct:
         return self._connection.takes
 
     def put(self, delta: Delta) -> None:
-        if data := _overs((delta,)) + self._encoder.events((delta,)):
+        data = self._encoder.events((delta,))
+        if delta.over:
+            data = _overs((delta,)) + data
+        if data:
             self._connection.write(b"%x\r\n%b\r\n" % (len(data), data) if self._chunked else data)
             self._signs.spoken()
 

@@ -45,15 +45,13 @@ class Tokens:
         ]
 
     async def _tokenize(self, request: web.Request) -> web.Response:
-        async with self._connections.arriving():
-            body = decoded(await request.read(), TokenizeBody)
+        body = decoded(await self._connections.body(request), TokenizeBody)
         record = self._models.record(request, body.model)
         lingo = await self._models.lingo(record)
         return sending.as_json(await tokenized(body, record, lingo, self._prompts))
 
     async def _detokenize(self, request: web.Request) -> web.Response:
-        async with self._connections.arriving():
-            body = decoded(await request.read(), DetokenizeBody)
+        body = decoded(await self._connections.body(request), DetokenizeBody)
         record = self._models.record(request, body.model)
         lingo = await self._models.lingo(record)
         return sending.as_json(detokenized(body, record, lingo))

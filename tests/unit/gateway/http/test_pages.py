@@ -5,6 +5,7 @@ import re
 
 import aiohttp
 
+from services.gateway.metrics import Metrics
 from shared.errors import CapacityExceeded
 from tests.unit.gateway.http.builders import ASK, post
 from tests.unit.gateway.support import CONTEXT, NAME, Cluster
@@ -84,6 +85,22 @@ async def test_a_picker_reads_one_series_for_the_gateway(
     cluster.nodes[1].refusal = None
     await asking
     assert await shown() == dict.fromkeys(names, 0.0)
+
+
+def test_the_series_of_a_removed_model_begin_anew() -> None:
+    """A request that still runs then counts nowhere."""
+    metrics = Metrics()
+    late = metrics.of("m")
+    late.tokens.inc(3)
+    metrics.forget("m")
+    late.tokens.inc(3)
+    assert 'model="m"' not in page(metrics)
+    metrics.of("m").tokens.inc(2)
+    assert 'lambdascale_gateway_generated_tokens_total{model="m"} 2.0' in page(metrics)
+
+
+def page(metrics: Metrics) -> str:
+    return metrics.families.render()[0].decode()
 
 
 async def test_an_instance_that_refuses_shows(

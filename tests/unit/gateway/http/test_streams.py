@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import socket
 from collections.abc import Sequence
 from random import Random
 
@@ -25,6 +26,27 @@ async def test_streamed_completion(http: aiohttp.ClientSession) -> None:
     assert len({part["id"] for part in (*parts, last)}) == 1
     assert last["choices"] == []
     assert last["usage"]["completion_tokens"] == 12
+
+
+async def test_a_stream_takes_no_more_writes_than_it_has_tokens(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a system call, and wakes the client: the headers go with the first event, and the end
+    of the body with the last one."""
+    sent: list[bytes] = []
+    send = socket.socket.send
+
+    def record(to: socket.socket, data: bytes) -> int:
+        sent.append(bytes(data))
+        return send(to, data)
+
+    monkeypatch.setattr(socket.socket, "send", record)
+    await events(http, {**ASK, "max_tokens": 2}, "completions")
+    ours = [data for data in sent if not data.startswith(b"POST")]
+    assert len(ours) == 3
+    assert ours[0].startswith(b"HTTP/1.1 200 OK\r\n")
+    assert b"\ndata: {" in ours[0]
+    assert ours[-1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
 
 
 async def test_usage_in_every_chunk(http: aiohttp.ClientSession) -> None:
