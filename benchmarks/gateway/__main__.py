@@ -4,10 +4,12 @@ Run: .venv/bin/python -m benchmarks.gateway, where nothing else runs. It starts 
 one node with a tiny model on this machine, and measures
 
 - latency: the same one-token request over HTTP and straight to the node over NATS, and over HTTP to
-  a bare server of aiohttp that answers at once, one at a time, in turn;
+  a bare server of aiohttp that answers at once, one at a time, in turn. Beside them, what nothing
+  can go below: a question over NATS that the node answers at once;
 - streams: the tokens that a second of the gateway's processor time brings to 64 clients, beside the
   same events from the bare server in the same rhythm;
-- many: the gateway's memory with 5,000 streams at once.
+- many: the gateway's memory with 5,000 streams at once;
+- with `--peer`, the first two for another gateway, litellm's proxy, before the bare server.
 
 It ends with status 1 if a bar is not met.
 """
@@ -18,15 +20,18 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import aiohttp
 import msgspec
 
 from benchmarks.gateway.clients import Came
-from benchmarks.gateway.latency import Direct, over_http
+from benchmarks.gateway.latency import BODY, Direct, Http, by_aiohttp
 from benchmarks.gateway.model import BENCH, SPEC
+from benchmarks.gateway.peer import litellm
 from benchmarks.machine import machine
 from services.local.cluster import GATEWAY, Cluster, ClusterSpec, bus_config
 from services.local.credentials import User
@@ -58,6 +63,19 @@ def most_mib(pid: int) -> float:
         if line.startswith("VmHWM"):
             return int(line.split()[1]) / 1024
     return 0.0
+
+
+class Times(NamedTuple):
+    """In milliseconds."""
+
+    p50: float
+    p99: float
+
+    def minus(self, other: "Times") -> "Times":
+        return Times(self.p50 - other.p50, self.p99 - other.p99)
+
+    def __str__(self) -> str:
+        return f"{self.p50:8.2f}{self.p99:8.2f}"
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -99,26 +117,54 @@ async def streamed(url: str, streams: int, tokens: int) -> Came:
 
 
 async def latency(url: str, bare: Bare, direct: Direct, rounds: int) -> bool:
-    taken: list[tuple[float, float, float]] = []
+    ours, theirs = await Http.connect(url, BODY), await Http.connect(bare.url, BODY)
     async with aiohttp.ClientSession() as session:
-        for _ in range(WARM_UP + rounds):
-            taken.append(
-                (
-                    await over_http(session, url),
-                    await direct.ask(),
-                    await over_http(session, bare.url),
-                )
-            )
-    columns = list(zip(*taken[WARM_UP:], strict=True))
-    print(f"time to first token, {rounds} requests one at a time, ms{'p50':>17}{'p99':>8}")
-    p50 = [1e3 * statistics.median(column) for column in columns]
-    p99 = [1e3 * percentile(column, 0.99) for column in columns]
-    for i, name in enumerate(("through the gateway", "straight to the node", "the bare server")):
-        print(f"  {name:<56}{p50[i]:8.2f}{p99[i]:8.2f}")
-    added = p50[0] - p50[1], p99[0] - p99[1]
-    print(f"  {'added by the gateway':<56}{added[0]:8.2f}{added[1]:8.2f}")
+        found = await in_turn(
+            {
+                "through the gateway": ours.ask,
+                "straight to the node": direct.ask,
+                "the bare server": theirs.ask,
+                "through the gateway, aiohttp's client": partial(by_aiohttp, session, url),
+                "the bare server, aiohttp's client": partial(by_aiohttp, session, bare.url),
+                "a question over NATS": direct.ping,
+            },
+            rounds,
+        )
+    gateway, straight, *_ = found
+    added = gateway.minus(straight)
+    print(f"  {'added by the gateway':<56}{added}")
     text = f"at most {ADDED_P50_MS:g} ms more at p50, {ADDED_P99_MS:g} ms at p99"
-    return bar(text, added[0] <= ADDED_P50_MS and added[1] <= ADDED_P99_MS)
+    return bar(text, added.p50 <= ADDED_P50_MS and added.p99 <= ADDED_P99_MS)
+
+
+async def beside(bare: Bare, rounds: int, runs: int) -> None:
+    """What another gateway adds to the bare server, and the tokens of a second of its processor
+    time."""
+    async with litellm(bare.url) as peer:
+        through, straight = await Http.connect(peer.url, BODY), await Http.connect(bare.url, BODY)
+        gateway, server = await in_turn(
+            {"through litellm's proxy": through.ask, "the bare server": straight.ask}, rounds
+        )
+        print(f"  {'added by litellm':<56}{gateway.minus(server)}")
+        rates = []
+        for _ in range(runs):
+            before = cpu_s(peer.pid)
+            came = await streamed(peer.url, STREAMS, TOKENS)
+            if came.failed:
+                print(f"  litellm: {came.failed} streams failed: {came.first_failure}")
+            rates.append(came.events / (cpu_s(peer.pid) - before))
+        print(f"tokens for a second of processor time\n  litellm {statistics.median(rates):14,.0f}")
+
+
+async def in_turn(asks: Mapping[str, Callable[[], Awaitable[float]]], rounds: int) -> list[Times]:
+    """How long each takes, one at a time, in turn. Prints it."""
+    taken = [[await ask() for ask in asks.values()] for _ in range(WARM_UP + rounds)]
+    found = []
+    print(f"time to first token, {rounds} requests one at a time, ms{'p50':>17}{'p99':>8}")
+    for name, column in zip(asks, zip(*taken[WARM_UP:], strict=True), strict=True):
+        found.append(Times(1e3 * statistics.median(column), 1e3 * percentile(column, 0.99)))
+        print(f"  {name:<56}{found[-1]}")
+    return found
 
 
 async def streams(url: str, gateway: int, bare: Bare, rounds: int) -> bool:
@@ -198,6 +244,8 @@ async def measure(cluster: Cluster, bare: Bare, checkpoint: Path, args: argparse
         met &= await streams(url, gateway, bare, args.runs)
         if args.many:
             met &= await many(url, gateway, args.many)
+        if args.peer:
+            await beside(bare, args.rounds, args.runs)
         return met
 
 
@@ -210,6 +258,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=1000, help="requests of the latency part")
     parser.add_argument("--runs", type=int, default=5, help="runs of the streams part")
     parser.add_argument("--many", type=int, default=5000, help="streams at once; 0: not measured")
+    parser.add_argument("--peer", action="store_true", help="litellm's proxy beside it")
     return 0 if asyncio.run(run(parser.parse_args())) else 1
 
 
