@@ -12,7 +12,6 @@ from aiohttp import web
 from services.gateway.books import Books
 from services.gateway.catalog import Catalog
 from services.gateway.connections import Connections
-from services.gateway.core.checks import PROMPT
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.reporting import Reporting
@@ -40,6 +39,7 @@ from shared.config import GatewayConfig
 from shared.confined.pool import ConfinedPool
 from shared.errors import ConfigError, LambdaScaleError
 from shared.ids import GatewayId, ModelId, ModelName, check_name, new_id
+from shared.known_tokens import TOKENS
 from shared.messages.access import AccessPage, AccessQuery
 from shared.messages.load import WHOLE_S, GatewayLoad
 from shared.messages.pool import (
@@ -343,7 +343,7 @@ class GatewayService(Service):
         if record.base:
             return  # instances and files are its base's
         generates = record.task is Task.TEXT and not record.embeds
-        checked = generates and record.context_length > len(PROMPT)
+        checked = generates and record.context_length > len(TOKENS)
         self._dispatch.add_model(record.name, record.model_id, checked)
         if self._listen:
             name = f"prefetch {record.name}"

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 
 from services.node.attempt_spans import AttemptSpans
+from services.node.core.known_answers import KnownAnswers
 from services.node.hosting.adapters import Adapters
 from services.node.owners import Owners
 from services.node.parts import AnyWorker
@@ -19,13 +20,20 @@ Publish = Callable[[str, Message], Awaitable[None]]
 
 class Attempts:
     def __init__(
-        self, node: NodeId, worker: AnyWorker, owners: Owners, adapters: Adapters, publish: Publish
+        self,
+        node: NodeId,
+        worker: AnyWorker,
+        owners: Owners,
+        adapters: Adapters,
+        answers: KnownAnswers,
+        publish: Publish,
     ) -> None:
         """`publish`: sends a message to a subject; a failure is logged."""
         self._node = node
         self._worker = worker
         self._owners = owners
         self._adapters = adapters
+        self._answers = answers
         self._publish = publish
         self._spans = AttemptSpans(node)
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
@@ -41,6 +49,7 @@ class Attempts:
     async def _submit(self, message: Submit) -> Ok:
         self._owners.begun(message)
         traced = self._spans.begun(message)
+        self._answers.asked(message)
         try:
             await self._worker.submit(traced)
         except BaseException as error:
@@ -72,6 +81,7 @@ class Attempts:
             gateway, tokens = await self._tokens.get()
             self._owners.told(gateway, tokens)
             self._spans.told(tokens)
+            self._answers.told(tokens)
             await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 from services.node.artefacts import Artefacts
 from services.node.attempts import Attempts
 from services.node.core.handover import is_worth
+from services.node.core.known_answers import KnownAnswers
 from services.node.core.profile import Profiler
 from services.node.core.view import NodeView
 from services.node.core.watchdog import LOOK_S, Watchdog
+from services.node.doubt import Doubt
 from services.node.hosting.adapters import Adapters
 from services.node.hosting.copying import Copying
 from services.node.hosting.evacuation import evacuate
@@ -94,8 +96,6 @@ class NodeService(Service):
         self._hung = hung
         self._unfit = ""
         """Why it takes nothing new; empty: it is fit."""
-        self._distrusted = ""
-        """What a gateway found wrong with its answers; empty: nothing."""
         self._profiler = Profiler()
         self._statuses = Statuses(self._look, self._profiler)
         self._engine_s: defaultdict[ModelId, float] = defaultdict(float)
@@ -188,8 +188,10 @@ class NodeService(Service):
             spawn=self._spawn_one,
         )
         await self._copying.read_drafts()
+        answers = KnownAnswers()
+        self._doubt = Doubt(answers, self._hosting, self._spawn_one, self.log)
         self._attempts = Attempts(
-            self.node, self._worker, self._owners, self._adapters, self._publish
+            self.node, self._worker, self._owners, self._adapters, answers, self._publish
         )
         self._pool = PoolWatch(
             self.node,
@@ -318,7 +320,7 @@ class NodeService(Service):
         watchdog, why = Watchdog(self._config.engine_timeout_s), ""
         while not why:
             await asyncio.sleep(LOOK_S)
-            why = self._distrusted or watchdog.look(self._worker.pulse(), now())
+            why = self._doubt.why or watchdog.look(self._worker.pulse(), now())
         self._unfit = why
         self.log.error("unfit", why=why)
         self._hung()
@@ -326,9 +328,6 @@ class NodeService(Service):
         await self._publish(subjects.POOL_STATUS, self._statuses.next())
         await self._attempts.fail(error)
         self._worker.give_up(error)
-
-    async def _on_distrust(self, message: Distrust) -> None:
-        self._distrusted = message.why
 
     # --- its place in the cluster ---
 
@@ -357,7 +356,7 @@ class NodeService(Service):
         await self._pool.follow(self.own)
         for subject in (subjects.POOL_REPORT, subjects.node_report(node)):
             self.own(await bus.subscribe(subject, On(ReportStatus, self._on_report)))
-        distrust = On(Distrust, self._on_distrust)
+        distrust = On(Distrust, self._doubt.hear)
         self.own(await bus.subscribe(subjects.node_distrust(node), distrust))
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))

@@ -149,8 +149,9 @@ class Cancel(Message, frozen=True, kw_only=True, tag="cancel"):
 
 
 class Distrust(Message, frozen=True, kw_only=True, tag="distrust"):
-    """Gateway -> node, one way: the node's answers are wrong. It is unfit from then on, and ends.
-    The next process checks all weights that it takes over."""
+    """Gateway -> node, one way: the node's answers are not those of other nodes. The node checks
+    itself. If it finds that so, it is unfit from then on, and ends; the next process checks all
+    weights that it takes over."""
 
     why: str
 

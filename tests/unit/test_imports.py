@@ -18,8 +18,9 @@ PURE_STDLIB = {
     "hashlib", "heapq", "itertools", "math", "operator", "statistics", "typing",
 }  # fmt: skip
 PURE_SHARED = (
-    "shared.messages", "shared.layout", "shared.ids", "shared.errors", "shared.parts",
-    "shared.schedule", "shared.slots", "shared.story", "shared.usage", "shared.wording",
+    "shared.errors", "shared.ids", "shared.known_tokens", "shared.layout", "shared.messages",
+    "shared.parts", "shared.schedule", "shared.slots", "shared.story", "shared.usage",
+    "shared.wording",
 )  # fmt: skip
 
 

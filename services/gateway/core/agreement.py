@@ -3,22 +3,13 @@
 Every replica is asked for the log probabilities of the same few tokens. Two that answer alike are
 right: it is most improbable that two are wrong in the same way. From then on everybody is compared
 with them. A replica that answers otherwise is asked again before it counts as wrong.
-
-Replicas on other processors, or with weights of 8 bits, round otherwise. That changes a log
-probability by some hundredths; wrong weights or a broken unit change it by several units.
 """
 
 import enum
-from statistics import fmean
 
 from shared.ids import NodeId
+from shared.known_tokens import Answer, alike
 
-Answer = tuple[float, ...]
-"""Log probabilities."""
-TOLERANCE = 0.5
-"""The most that two answers may differ, in the mean."""
-LEAST = -50.0
-"""What is less probable counts as this. Infinities cannot be compared."""
 TRIES = 2
 """So many times in a row a replica has to answer otherwise."""
 
@@ -30,14 +21,6 @@ class Verdict(enum.Enum):
     OTHER = "other"
     """It answers otherwise, and is to be asked again."""
     WRONG = "wrong"
-
-
-def alike(one: Answer, other: Answer) -> bool:
-    """False also if one of them has what is not a number."""
-    if len(one) != len(other):
-        return False
-    pairs = zip(one, other, strict=True)
-    return fmean(abs(max(a, LEAST) - max(b, LEAST)) for a, b in pairs) <= TOLERANCE
 
 
 class Agreement:

@@ -5,6 +5,8 @@
     half-open --that request went well------------------------> closed
     half-open --refused, failed, slow again-------------------> open, for twice as long
 
+An instance that answers wrong (`checks`) is left alone until it answers as others do.
+
 While it is open, nothing begins there; half-open, one request at a time. What "well" means depends
 on what opened it: after refusals, that the instance accepts the request; after failures, its first
 token; after slowness, that its tokens come at a usual pace. A request that its client ends, or that
@@ -19,6 +21,7 @@ end.
 import enum
 from collections.abc import Collection
 from dataclasses import dataclass
+from math import inf
 
 from shared.ids import RequestId
 
@@ -38,6 +41,7 @@ class Cause(enum.Enum):
     REFUSED = "refused"
     FAILED = "failed"
     SLOW = "slow"
+    WRONG = "wrong"
 
 
 class State(enum.Enum):
@@ -71,6 +75,11 @@ class Breaker:
     def faulty(self) -> bool:
         """Whether it keeps requests away for a fault."""
         return self.state is not State.CLOSED and self.cause is not Cause.REFUSED
+
+    @property
+    def wrong(self) -> bool:
+        """Whether it keeps requests away because the instance answers wrong."""
+        return self.state is not State.CLOSED and self.cause is Cause.WRONG
 
     @property
     def ejects(self) -> bool:
@@ -109,6 +118,10 @@ class Breaker:
         self._count_fault(now)
         self._open(Cause.SLOW, _pause(self._faults - 1, 2 * REFUSED_S, EJECTED_S), now)
 
+    def condemn(self) -> None:
+        """The instance answers wrong."""
+        self._open(Cause.WRONG, inf, 0.0)
+
     def accepted(self, request: RequestId) -> bool:
         """The instance has the request. Returns whether it is closed by that."""
         return self._closes(request, self.cause is Cause.REFUSED)
@@ -118,10 +131,10 @@ class Breaker:
         if now - self._fault_at > FORGIVEN_S:
             self._faults = 0
         self._refusals = 0
-        return self._closes(request, self.cause is not Cause.SLOW)
+        return self._closes(request, self.cause in (Cause.REFUSED, Cause.FAILED))
 
-    def usual(self) -> None:
-        """Its tokens come at a usual pace."""
+    def close(self) -> None:
+        """It is as it should be: its tokens come at a usual pace, or its answers are right."""
         self.state, self.trial = State.CLOSED, None
 
     def _closes(self, request: RequestId, well: bool) -> bool:
@@ -132,7 +145,10 @@ class Breaker:
 
     def _counts(self, request: RequestId, now: float) -> bool:
         """Whether what became of the request says something new. While it is open, answers to
-        earlier attempts come; half-open, the trial alone decides."""
+        earlier attempts come; half-open, the trial alone decides. What answers wrong is left alone
+        anyway."""
+        if self.wrong:
+            return False
         if self.state is State.HALF_OPEN:
             return self.trial == request
         return now >= self.until

@@ -47,6 +47,17 @@ class Breakers:
         if route.breaker.gave(request.id, now):
             self._closed(route)
 
+    def wrong(self, route: Route) -> None:
+        """The instance answers wrong."""
+        route.breaker.condemn()
+        self._opened(route, "its answer to known tokens is not that of other replicas")
+
+    def right(self, route: Route) -> None:
+        """The instance answers as others do."""
+        if route.breaker.wrong:
+            route.breaker.close()
+            self._closed(route)
+
     def look(self, now: float) -> None:
         """Compares the speeds of the instances. To be called often; it looks now and then."""
         if now < self._look_at:
@@ -56,6 +67,8 @@ class Breakers:
         usual, slow = speed.compare(table.routes.values(), table.decode_s, table.prefill_s)
         for route in table.routes.values():
             breaker = route.breaker
+            if breaker.wrong:
+                continue
             route.slow_looks = route.slow_looks + 1 if route in slow else 0
             if route.slow_looks >= speed.LOOKS:
                 if breaker.state is not State.OPEN and self._may_eject(route):
@@ -64,7 +77,7 @@ class Breakers:
                     self._opened(route, f"a token takes {times:.1f} times as long as usual")
                     route.forget_speed()
             elif breaker.trial and route.measured >= SMOOTHING and not route.slow_looks:
-                breaker.usual()
+                breaker.close()
                 self._closed(route)
 
     def _may_eject(self, one: Route) -> bool:
@@ -75,7 +88,9 @@ class Breakers:
         ledger.out.append(Opened(self._name, breaker.cause.value, cause=ledger.cause))
         breaker.why = f"{breaker.cause.value}: {why}"[:WHY_CHARS]
         if breaker.cause is not Cause.REFUSED:
-            pause = f"left alone for {breaker.pause_s:g} s"
+            pause = "left alone"
+            if not breaker.wrong:
+                pause += f" for {breaker.pause_s:g} s"
             self._tell(route, f"{route.instance.id} {breaker.cause.value}, {pause}: {why}")
 
     def _closed(self, route: Route) -> None:

@@ -1,5 +1,7 @@
 """Checks of a model's replicas while they are idle: each is asked for the log probabilities of a
-few known tokens, and what answers otherwise than the others is taken out (`agreement`).
+few known tokens (`shared.known_tokens`). One that answers otherwise than the others (`agreement`)
+gets no requests until it answers as they do, and its node is told. Whether the node ends is the
+node's to decide.
 
 A check is a request like others, but no client waits for it, it is never queued or tried again, and
 it does not count as load. It goes to a replica on which nothing runs. One is under way at a time in
@@ -11,6 +13,7 @@ from math import inf
 
 from services.gateway.core.agreement import Agreement, Verdict
 from services.gateway.core.attempts import Attempts
+from services.gateway.core.breakers import Breakers
 from services.gateway.core.commands import Checked
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Request
@@ -18,10 +21,9 @@ from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.errors import LambdaScaleError, ModelError
 from shared.ids import ModelId, ModelName, NodeId, RequestId
+from shared.known_tokens import TOKENS
 from shared.messages.serving import Logprobs, Sampling
 
-PROMPT = tuple(range(1, 25))
-"""Every vocabulary has these ids, and every context room for so many."""
 AGAIN_S = 1.0
 """When a replica that answered otherwise is asked again, and when idle ones are looked for anew."""
 APART_S = 60.0
@@ -35,6 +37,7 @@ class Checks:
         model_id: ModelId,
         table: Table,
         attempts: Attempts,
+        breakers: Breakers,
         ledger: Ledger,
         every_s: float,
     ) -> None:
@@ -43,6 +46,7 @@ class Checks:
         self._model_id = model_id
         self._table = table
         self._attempts = attempts
+        self._breakers = breakers
         self._ledger = ledger
         self._every_s = every_s or inf
         self._agreement = Agreement()
@@ -61,7 +65,9 @@ class Checks:
         if self._running is not None or now < self._next_at or self._every_s == inf:
             return
         replicas = [route for route in self._table.replicas.values() if route.served]
-        idle = [route for route in replicas if route.idle and route.takes(now)]
+        idle = [
+            route for route in replicas if route.idle and (route.takes(now) or route.breaker.wrong)
+        ]
         if (len(replicas) < 2 and self._agreement.known is None) or not idle:
             self._next_at = now + AGAIN_S
             return
@@ -84,7 +90,7 @@ class Checks:
         self._running = request = Request(
             id=RequestId(f"check-{self._ledger.gateway}-{self._name}-{self._number}"),
             model_id=self._model_id,
-            prompt=PROMPT,
+            prompt=TOKENS,
             max_tokens=1,
             stop_ids=(),
             sampling=Sampling(logprobs=0),
@@ -108,12 +114,15 @@ class Checks:
             self._next_at = now + AGAIN_S
         if verdict in (Verdict.OTHER, Verdict.WRONG):
             self._tell(route, "its answer to known tokens is not that of other replicas")
+        elif verdict is Verdict.ALIKE:
+            self._breakers.right(route)
         if verdict is Verdict.WRONG:
             if now < self._out_at + APART_S:
                 self._next_at = self._out_at + APART_S
                 return
             self._agreement.forget(node)
             self._out_at = now
+            self._breakers.wrong(route)
         command = Checked(self._name, node, verdict.value, cause=self._ledger.cause)
         self._ledger.out.append(command)
 

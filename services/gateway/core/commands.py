@@ -97,7 +97,7 @@ class Opened(_Command, frozen=True, gc=False):
 
     name: ModelName
     why: str
-    """`refused`, `failed` or `slow`."""
+    """`refused`, `failed`, `slow` or `wrong`."""
 
 
 class Checked(_Command, frozen=True, gc=False):

@@ -70,7 +70,9 @@ class Model:
         self._out = ledger.out
         self._attempts = Attempts(name, self.table, self.queue, ledger)
         self._breakers = Breakers(name, self.table, ledger)
-        self._checks = Checks(name, model_id, self.table, self._attempts, ledger, rules.check_s)
+        self._checks = Checks(
+            name, model_id, self.table, self._attempts, self._breakers, ledger, rules.check_s
+        )
         self._setbacks = Setbacks(name, self.queue, self._attempts, self._checks, ledger, rules)
         self._suspects = Suspects(self.table, self._attempts, ledger, self._setbacks.requeue)
         self._moves = Moves(name, self.table, self._attempts, ledger, rules.draw)

@@ -131,6 +131,20 @@ class Hosting:
                 self._log.warning("a model stays asleep", model=model, error=str(error))
         self._keeper.note(hosted.kept)
 
+    async def damaged(self) -> list[ModelId]:
+        """The models of which bytes in the arena are no longer the manifest's. Where a device
+        computes, its own memory counts, which cannot be looked at: none."""
+        found: list[ModelId] = []
+        if self._worker.staging:
+            return found
+        for model, hosted in list(self._hosted.items()):
+            async with hosted.lock:
+                held = hosted.residency.held
+                there = self._hosted.get(model) is hosted
+                if there and await intact(hosted.manifest, hosted.space, held) != held:
+                    found.append(model)
+        return found
+
     # --- plans ---
 
     async def apply(self, plan: ApplyPlan) -> None:

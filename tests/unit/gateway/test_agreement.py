@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway.core.agreement import TOLERANCE, Agreement, Answer, Verdict, alike
+from services.gateway.core.agreement import Agreement, Verdict
 from shared.ids import NodeId
+from shared.known_tokens import TOLERANCE, Answer, alike
 
 A, B, C = (NodeId(name) for name in "abc")
 RIGHT: Answer = (-1.0, -2.0, -3.0)

@@ -151,5 +151,21 @@ def test_it_always_comes_back(steps: list[tuple[str, RequestId, float]]) -> None
     if one.trial is not None:
         one.gave(one.trial, now)
     if one.trial is not None:
-        one.usual()
+        one.close()
     assert one.state is State.CLOSED
+
+
+def test_what_answers_wrong_is_left_alone_whatever_else_happens() -> None:
+    one = Breaker()
+    one.condemn()
+    assert one.wrong
+    assert one.faulty
+    one.begin(A)  # a check
+    assert not one.refuse(A, 1.0)
+    assert not one.fail(A, True, 1.0)
+    assert not one.accepted(A)
+    assert not one.gave(A, 2.0)
+    one.end(A)
+    assert not one.admits(1e9)
+    one.close()
+    assert one.admits(2.0)

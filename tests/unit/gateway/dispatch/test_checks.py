@@ -1,9 +1,10 @@
 """Checks of idle replicas: when, of whom, and what comes of the answers."""
 
 from services.gateway.core.agreement import TRIES
-from services.gateway.core.checks import AGAIN_S, APART_S, PROMPT
+from services.gateway.core.checks import AGAIN_S, APART_S
 from services.gateway.core.commands import Checked, Command, Emit, Scored, Send
 from shared.errors import CapacityExceeded, EngineFailed, ModelError
+from shared.known_tokens import TOKENS
 from shared.messages.serving import Logprobs, Scores, Submit, Token, Tokens
 from tests.unit.gateway.dispatch.builders import MODEL, NAME, Driver, sent
 from tests.unit.gateway.dispatch.test_others import hear, said
@@ -29,8 +30,8 @@ def checks(commands: list[Command]) -> list[Submit]:
 
 def answer(driver: Driver, submit: Submit, value: float) -> list[Command]:
     """As the node does."""
-    logprobs = tuple(Logprobs(value, ()) for _ in range(len(PROMPT) - 1))
-    scores = Scores(submit.request, submit.attempt, 1 - len(PROMPT), logprobs)
+    logprobs = tuple(Logprobs(value, ()) for _ in range(len(TOKENS) - 1))
+    scores = Scores(submit.request, submit.attempt, 1 - len(TOKENS), logprobs)
     token = Token(submit.request, submit.attempt, 0, 7, "length")
     message = Tokens(node=submit.stages[0].node, tokens=(token,), scores=(scores,))
     commands = driver.dispatch.on_tokens(message, driver.now)
@@ -64,7 +65,7 @@ def test_each_replica_is_asked_in_its_turn_as_often_as_was_said() -> None:
 def test_what_is_asked() -> None:
     driver = checked(1, 2)
     (submit,) = checks(driver.later(0.0))
-    assert submit.tokens == PROMPT
+    assert submit.tokens == TOKENS
     assert (submit.score_from, submit.max_tokens, submit.sampling.logprobs) == (1, 1, 0)
     again = {each.request for each in checks(driver.later(2 * EVERY_S))}
     assert again <= {submit.request}, "one at a time"
@@ -77,6 +78,22 @@ def test_who_answers_otherwise_is_asked_again_at_once_and_then_taken_out() -> No
     assert asked.count("node-2") == TRIES
     story = [step.text for step in driver.dispatch.story("node-2")]
     assert any("not that of other replicas" in text for text in story)
+
+
+def test_who_answers_wrong_gets_no_requests_until_its_answers_are_right() -> None:
+    driver = checked(1, 2, 3)
+    play(driver, {"node-2"}, EVERY_S)
+    names = [f"r{i}" for i in range(12)]
+    begun = sent(driver.admit(*names))
+    assert {instance for _, instance, _ in begun} == {"replica-1", "replica-3"}
+    for name, _, attempt in begun:
+        driver.give(name, attempt, 0, "length")
+    asked, _ = play(driver, set(), APART_S + EVERY_S)
+    assert "node-2" in asked, "it is checked on"
+    later = sent(driver.admit(*(f"s{i}" for i in range(12))))
+    assert "replica-2" in {instance for _, instance, _ in later}
+    story = [step.text for step in driver.dispatch.story("replica-2")]
+    assert any("is well again" in text for text in story)
 
 
 def test_at_most_one_node_is_taken_out_in_a_while() -> None:
