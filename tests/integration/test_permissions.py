@@ -1,26 +1,30 @@
 """Each role's credentials, on a real nats-server, against every subject that it must not touch."""
 
+import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import nats
 import pytest
 import structlog
 
 from services.local.credentials import User, all_users, authorization, make_users
 from services.local.nats_server import NatsServer
-from shared import subjects
+from services.node.lease import Lease
+from shared import subjects, telemetry
 from shared.bus.base import On
 from shared.bus.credentials import read_credentials
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.errors import BusError, NotPermitted
-from shared.ids import GatewayId, NodeId
+from shared.ids import GatewayId, Generation, NodeId
 from shared.messages import Message, Ok, Ping
+from shared.messages.pool import NodeInfo
 from shared.permissions import (
     ASSETS_READ,
     ASSETS_WRITTEN,
@@ -83,6 +87,17 @@ class Cluster:
         await client.flush()
         await client.close()
         return found["publish"], found["subscription"]
+
+    async def publish(self, user: User, subject: str, headers: dict[str, str]) -> None:
+        """Returns once the stream has it."""
+        credentials = read_credentials(self._directory / user.directory)
+        client = await nats.connect(
+            self._server.url,
+            nkeys_seed_str=credentials.seed,
+            inbox_prefix=inbox_of(credentials.key),
+        )
+        await client.request(subject, b"", headers=headers, timeout=60.0)
+        await client.close()
 
 
 @asynccontextmanager
@@ -210,6 +225,47 @@ async def test_a_node_answers_requests_and_cannot_answer_for_another(tmp_path: P
         with pytest.raises(BusError, match="nobody answers"):
             await gateway.request(subjects.node_ping(N2), Ping(), Ok, timeout=60.0)
         await gateway.subscribe(subjects.gateway_tokens(GatewayId("g")), On(Ok, _nothing))
+
+
+async def test_leases_that_a_node_has_erased_are_back_at_once(tmp_path: Path) -> None:
+    """NATS has no bucket whose keys expire and that takes no rollup. So a node's user can erase
+    all leases; but each node finds that out when it renews its own, and goes on as it was."""
+    async with (
+        cluster(tmp_path) as there,
+        NatsBus(there.config(User(Role.REGISTRY)), "registry") as registry,
+        NatsBus(there.config(User(Role.NODE, N1)), "n1") as n1,
+        NatsBus(there.config(User(Role.NODE, N2)), "n2") as n2,
+    ):
+        leases = await registry.kv(subjects.KV_LEASES)
+        await registry.kv(subjects.KV_COUNTERS)
+        held = await lease_of(n2, N2)
+        await held.take()
+        await (await lease_of(n1, N1)).take()
+        await there.publish(
+            User(Role.NODE, N1), f"$KV.{subjects.KV_LEASES}.{N1}", {"Nats-Rollup": "all"}
+        )
+        assert await leases.get(N2) is None, "that much it can do"
+        keeping = asyncio.create_task(held.keep())
+        async with asyncio.timeout(60.0), aclosing(leases.watch()) as changes:
+            while (entry := await anext(changes)) is None or entry.key != N2:
+                pass
+        keeping.cancel()
+        assert msgspec.msgpack.decode(entry.value, type=NodeInfo) == held.info
+
+
+async def lease_of(bus: NatsBus, node: NodeId) -> Lease:
+    info = NodeInfo(
+        node=node,
+        generation=Generation(1),
+        address="tcp://127.0.0.1:1",
+        host="h",
+        device="cpu",
+        arena_bytes=1,
+        link_bytes_per_s=0,
+        slots=1,
+    )
+    leases, counters = await bus.kv(subjects.KV_LEASES), await bus.kv(subjects.KV_COUNTERS)
+    return Lease(leases, counters, info, 10, telemetry.logger("test"))
 
 
 async def _nothing(message: Ok) -> None:
