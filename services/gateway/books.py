@@ -104,6 +104,7 @@ class Tab:
         model: ModelRecord,
         requests: Sequence[Request],
         *,
+        cost: int,
         prompt: int,
         cached: int,
         generated: int,
@@ -112,12 +113,12 @@ class Tab:
         tpot_s: float = 0.0,
         queue_s: float = 0.0,
     ) -> None:
-        """The call has ended: it gets back what it did not use, and is written down. `status` and
-        the times: see CallUsage."""
+        """The call has ended: it gets back what it did not use, and is written down. `cost`: in
+        tokens, as it was let in. `status` and the times: see CallUsage."""
         charge, self._charge = self._charge, None
         if charge is None:
             return
-        self._books.quotas.settle(charge, prompt + generated, now())
+        self._books.quotas.settle(charge, cost, now())
         kv_bytes = self._books.kv_bytes(model) * sum(request.kv_token_s for request in requests)
         self._books.usage.note(
             CallUsage(

@@ -91,6 +91,9 @@ class Generation:
         """Whether the client sees over which nodes its tokens come."""
         self.scored = choices[0].request.score_from > 0
         """Whether prompts have log probabilities."""
+        self._price = choices[0].request.price
+        self._prompt_cost = prompt_tokens * (self._price if self.scored else 1)
+        """What the prompts cost the tenant, in tokens."""
         self.open = len(choices)
         """How many choices have not ended."""
         self._failed = "cancelled"
@@ -123,7 +126,7 @@ class Generation:
         CapacityExceeded or NotFound as of `Frontend.begin`."""
         begun = [choice for choice in self.choices if choice.finish is None]
         self._generated_before = self.generated
-        most = self.prompt_tokens + sum(choice.request.remaining for choice in begun)
+        most = self._prompt_cost + sum(choice.request.unused for choice in begun)
         first, self._later = begun[: self._at_once], deque(begun[self._at_once :])
         self._tab.let_in(len(first), most)
         for choice in begun:
@@ -142,12 +145,14 @@ class Generation:
         self._frontend.end(choice.request for choice in self.choices)
         self._series.cached_tokens.inc(self._cached_tokens())
         requests = [choice.request for choice in self.choices]
+        generated = self.generated - self._generated_before
         self._tab.close(
             self.record,
             requests,
+            cost=self._prompt_cost + self._price * generated,
             prompt=self.prompt_tokens,
             cached=self._cached_tokens(),
-            generated=self.generated - self._generated_before,
+            generated=generated,
             status=self._failed if self.open else "done",
             ttft_s=self._ttft_s,
             tpot_s=self._tpot_s,

@@ -94,7 +94,7 @@ class Attempts:
             self._drop_move(self._table.routes[request.move.instance], request)
         if request.running:
             self._detach(self.route(request), request)
-        self._queue.end(request, unused=request.remaining)
+        self._queue.end(request, unused=request.unused)
         self._ledger.step(request, state, why)
         del self._ledger.requests[request.id]
 

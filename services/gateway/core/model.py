@@ -87,7 +87,7 @@ class Model:
     def ask(self, request: Request) -> None:
         """Takes in a new request."""
         self.demand.ask(request)
-        self.queue.add(request, request.share, request.work)
+        self.queue.add(request, request.share, request.cost)
 
     def make_room(self, requests: Sequence[Request], now: float) -> None:
         """Lets all of a call's requests into the queue, or none. If it is full, the last requests

@@ -25,6 +25,10 @@ from services.gateway.core.fair_queue import ALONE, Share
 from shared.ids import NO_ADAPTER, InstanceId, ModelId, RequestId
 from shared.messages.serving import LogitRules, Pooling, Sampling
 
+SCORED = 2
+"""As how many tokens one counts whose log probabilities are told. A line of them takes a gateway as
+long as the token itself, and makes its message some ten times as long."""
+
 
 class State(enum.Enum):
     QUEUED = "queued"
@@ -194,3 +198,19 @@ class Request:
     def work(self) -> int:
         """Tokens to prefill plus tokens to generate, for an attempt that begins now."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def price(self) -> int:
+        """As how many tokens each of its tokens counts for its tenant."""
+        return 1 if self.sampling.logprobs is None else SCORED
+
+    @property
+    def cost(self) -> int:
+        """What it may cost its tenant, in tokens."""
+        of_prompt = self.price if self.score_from else 1
+        return len(self.prompt) * of_prompt + self.max_tokens * self.price
+
+    @property
+    def unused(self) -> int:
+        """What it will not cost its tenant if no further token comes."""
+        return self.remaining * self.price

@@ -64,6 +64,7 @@ class Driver:
         prompt: int = 4,
         max_tokens: int = 100,
         score_from: int = 0,
+        logprobs: int | None = None,
         share: Share = ALONE,
     ) -> list[Command]:
         requests = [
@@ -73,7 +74,7 @@ class Driver:
                 tuple(range(prompt)),
                 max_tokens,
                 (),
-                Sampling(),
+                Sampling(logprobs=logprobs),
                 self.now,
                 score_from=score_from,
                 share=share,

@@ -215,10 +215,36 @@ def test_who_asks_for_fewer_tokens_gets_more_requests() -> None:
     assert sum(name.startswith("o") for name in order) in (7, 8)
 
 
-def test_what_a_request_did_not_use_is_not_counted() -> None:
+@pytest.mark.parametrize(("prompt", "max_tokens", "score_from"), [(2, 198, 0), (198, 2, 1)])
+def test_tokens_with_log_probabilities_count_twice(
+    prompt: int, max_tokens: int, score_from: int
+) -> None:
+    """Those that are generated, and those of a prompt that is scored."""
     driver = Driver(replica(1, slots=1))
     driver.admit("x")
-    driver.admit(*(f"f{number}" for number in range(20)), max_tokens=396, share=FLOOD)
+    names = [f"f{number}" for number in range(20)]
+    driver.admit(
+        *names,
+        prompt=prompt,
+        max_tokens=max_tokens,
+        score_from=score_from,
+        logprobs=0,
+        share=FLOOD,
+    )
+    driver.admit(*(f"o{number}" for number in range(20)), prompt=198, max_tokens=2, share=OTHER)
+    rank = driver.dispatch._models[MODEL].queue._ranks[0]
+    works = {name: set(flow.waiting.values()) for name, flow in rank.flows.items() if flow.waiting}
+    assert works[OTHER.tenant] == {200}
+    (told_work,) = works[FLOOD.tenant]
+    assert 390 <= told_work <= 400
+
+
+@pytest.mark.parametrize(("max_tokens", "logprobs"), [(396, None), (198, 0)])
+def test_what_a_request_did_not_use_is_not_counted(max_tokens: int, logprobs: int | None) -> None:
+    driver = Driver(replica(1, slots=1))
+    driver.admit("x")
+    names = [f"f{number}" for number in range(20)]
+    driver.admit(*names, max_tokens=max_tokens, logprobs=logprobs, share=FLOOD)
     driver.admit(*(f"o{number}" for number in range(20)), max_tokens=96, share=OTHER)
     order = first_slots(driver, "x", 10)
     assert sum(name.startswith("o") for name in order) == 5

@@ -89,6 +89,24 @@ async def test_who_used_what_may_be_used_is_told_when_to_come_again(
         assert response.headers["x-ratelimit-remaining-requests"] == "0"
 
 
+async def test_a_token_with_log_probabilities_counts_twice(
+    cluster: Cluster, http: aiohttp.ClientSession
+) -> None:
+    slow = msgspec.structs.replace(ACME, limits=Limits(tokens_per_min=60))  # one is back in 1 s
+    cluster.access += [slow, KEY]
+    await until(http, lambda status: status == 401)
+    told = {**ASK, "max_tokens": 12, "logprobs": 0}
+    async with http.post("/v1/completions", json=told, headers=MINE) as response:
+        usage = (await response.json())["usage"]
+        left = int(response.headers["x-ratelimit-remaining-tokens"])
+    cost = usage["prompt_tokens"] + 2 * usage["completion_tokens"]
+    assert usage["completion_tokens"] == 12
+    assert 60 - cost <= left < 60 - cost + 6
+    status, answer = await post(http, {**told, "max_tokens": 25}, **MINE)
+    assert status == 429
+    assert "this one may use 60" in answer["error"]["message"]
+
+
 async def test_a_call_counts_as_what_it_may_cost_and_then_as_what_it_cost(
     cluster: Cluster, http: aiohttp.ClientSession
 ) -> None:
