@@ -108,7 +108,8 @@ def main() -> int:
     parser.add_argument("--part", type=int, nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.part:
-        part(*args.part, args.seconds)
+        number, parts = args.part
+        part(number, parts, args.seconds)
         return 0
     return 0 if report(args.seconds) else 1
 
