@@ -2,7 +2,7 @@
 import { between, frame, lines, timeAxis, vertical } from "./chart.js";
 import { mark } from "./cluster.js";
 import { asTable, colour, figures, h, picture, section, table } from "./dom.js";
-import { copiesOf, criticalPath, eventOf, instancesOver, lanesOf, rolesOf } from "./eventdata.js";
+import { copiesOf, criticalPath, eventOf, instancesOver, lanesOf, partsOf, rolesOf } from "./eventdata.js";
 import { bytes, count, dayAndClock, number, seconds } from "./format.js";
 import { items, rows } from "./state.js";
 
@@ -115,7 +115,7 @@ function marksOf({ record }) {
     [0, "muted", [], "decided"],
     [record.actual.first_partial_token_s, "path-ink", [5, 3], "first token over a loading node"],
     [record.physical_limit_s, "ink", [1, 3], "physical limit"],
-    [record.actual.all_complete_s, "replica-ink", [5, 3], "all complete: each serves alone"],
+    [record.actual.all_complete_s, "replica-ink", [5, 3], "all complete"],
   ].filter(([at]) => at !== null && at !== undefined);
 }
 
@@ -184,7 +184,7 @@ export function matrix(event, ui, range = [event.from, event.to]) {
         context.fillStyle = colour("replica-ink");
         context.textAlign = "left";
         context.textBaseline = "middle";
-        context.fillText(narrow ? "source" : "source: has had the whole model all along", at.left + 10, top + (tall - gap) / 2);
+        context.fillText(narrow ? "source" : `source: has had ${partsOf(record) ? "its part" : "the whole model"} all along`, at.left + 10, top + (tall - gap) / 2);
       }
     });
     for (const [t, name, dash] of marksOf(event)) vertical(context, at, t, name, dash);

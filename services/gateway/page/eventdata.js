@@ -112,10 +112,15 @@ export function instancesOver(event, ...kinds) {
   return [[event.from, 0], ...changes.map(([t, change]) => [t, (sum += change)])];
 }
 
+// Into how many parts the model is cut, if it fits on no node; else 0.
+export function partsOf(record) {
+  return new Set(Object.values(record.parts ?? {}).map((part) => JSON.stringify(part))).size;
+}
+
 export function copiesOf(event) {
   const { record } = event;
   const all = record.actual.all_complete_s;
-  const parts = new Set(Object.values(record.parts ?? {}).map(String)).size || 1;
+  const parts = partsOf(record) || 1;
   const whole = Math.max(1, Math.round(record.targets.length / parts));
   const over = parts > 1 ? ` over ${record.targets.length} nodes` : "";
   const copies = `${whole} ${whole === 1 ? "copy" : "copies"} of ${record.name}${over}`;
