@@ -41,9 +41,9 @@ class Table:
         """Those that move."""
         self.prefilling: list[Route] = []
         self.decoding: list[Route] = []
+        """Those that do only this (`Role`)."""
         self.pairs: list[Route] = []
         """Those that serve, of a node and another one behind it."""
-        """Those that do only this (`Role`)."""
         self.fixed: int | None = None
         """How many replicas an operator keeps the model at. None: the autoscaler decides."""
         self.within_s = 0.0
