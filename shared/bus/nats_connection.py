@@ -30,6 +30,8 @@ _NO_LEADER_S = 0.02
 LEADER_S = 30.0
 """How long to wait for an answer about a bucket. NATS servers that form a cluster give none while
 they elect a leader, which takes 4 to 9 s."""
+_TOO_FEW_SERVERS = 10005
+"""JetStream's error code where a stream's copies need more servers than it has heard of yet."""
 _PING_S = 1
 _LOST_PINGS = 2
 """A server that does not answer this many pings is left for another server, or connected to
@@ -190,24 +192,35 @@ class Connection:
             raise NoResponders(f"{what}: nobody answers") from error
         except nats.errors.Error as error:
             self.check_open()
+            if isinstance(error, nats.js.errors.APIError) and error.err_code == _TOO_FEW_SERVERS:
+                raise NoResponders(f"{what}: too few NATS servers are there") from error
             raise BusError(f"{what}: {error}") from error
 
     async def until_answered(
-        self, what: str, on: tuple[str, ...], ask: Callable[[], Awaitable[T]]
+        self,
+        what: str,
+        on: tuple[str, ...],
+        ask: Callable[[], Awaitable[T]],
+        within_s: float = LEADER_S,
     ) -> T:
         """Asks the server `on` these subjects, again and again while its cluster has no leader.
-        `ask` must do no harm when it is called twice. BusError if there is no leader for long."""
+        `ask` must do no harm when it is called twice. BusError if there is no answer for so long.
+
+        Each time it waits longer, because a server that is busy does answer.
+        """
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + LEADER_S
+        deadline, patience = loop.time() + within_s, _ANSWER_S
         while True:
             async with self.call(what):
                 pass  # the connection is up
             try:
-                async with self.call(what, _ANSWER_S, on):
+                async with self.call(what, patience, on):
                     return await ask()
             except (BusTimeout, NoResponders):
-                if loop.time() >= deadline:
+                left = deadline - loop.time()
+                if left <= 0:
                     raise
+                patience = min(2 * patience, max(left, _ANSWER_S), CALL_TIMEOUT_S)
                 await asyncio.sleep(_RECONNECT_WAIT_S)
 
     async def led(self, stream: str) -> StreamInfo:

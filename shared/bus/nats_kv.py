@@ -14,12 +14,14 @@ from nats.js import api
 
 from shared.bus.base import KvEntry, KvOp
 from shared.bus.delivery import check_key, check_size, check_ttl
-from shared.bus.nats_connection import LEADER_S, Connection, opening
+from shared.bus.nats_connection import CALL_TIMEOUT_S, LEADER_S, Connection, opening
 from shared.bus.nats_feed import Feed, FeedLost, is_marker
-from shared.errors import BusError, KeyExists
+from shared.errors import BusError, KeyExists, NoResponders
 
 _MARKER_TTL_S = 60
 _RETRY_S = 0.2
+_TAKEN_S = 1.0
+"""How long a server may need to hear where a bucket's leader is."""
 _WRONG_SEQUENCE = (10071, 10164)
 """JetStream's error codes where a write expects another revision than the key's last."""
 _EXPECT = api.Header.EXPECTED_LAST_SUBJECT_SEQUENCE
@@ -131,18 +133,43 @@ class NatsKeyValue:
 
     async def _last(self, key: str) -> KvEntry | None:
         """The last entry of the key, which may be a marker."""
-        asked = f"$JS.API.STREAM.MSG.GET.{self._stream}"
-        async with self._connection.call(f"{self._bucket}/{key}", on=(asked,)):
+
+        async def ask() -> Any:
             try:
-                message = await self._connection.jetstream.get_msg(
+                return await self._connection.jetstream.get_msg(
                     self._stream, subject=f"{self._prefix}{key}"
                 )
             except nats.js.errors.NotFoundError:
                 return None
+
+        # A stream that has just been made may name its leader and still answer nothing.
+        message = await self._connection.until_answered(
+            f"{self._bucket}/{key}",
+            (f"$JS.API.STREAM.MSG.GET.{self._stream}",),
+            ask,
+            CALL_TIMEOUT_S,
+        )
+        if message is None:
+            return None
         op = KvOp.DELETE if is_marker(message.headers) else KvOp.PUT
         return KvEntry(key, message.data or b"", message.seq, op)
 
     async def _write(
+        self, key: str, value: bytes, headers: dict[str, str], ttl: float | None
+    ) -> int:
+        """If no server takes the write, none has it, and it can be written again. It can't if no
+        answer comes."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + _TAKEN_S
+        while True:
+            try:
+                return await self._write_once(key, value, headers, ttl)
+            except NoResponders:
+                if loop.time() >= deadline:
+                    raise
+                await asyncio.sleep(_RETRY_S)
+
+    async def _write_once(
         self, key: str, value: bytes, headers: dict[str, str], ttl: float | None
     ) -> int:
         subject = f"{self._prefix}{check_key(key)}"
