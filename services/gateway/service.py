@@ -385,6 +385,6 @@ class GatewayService(Service):
             await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
         pressing.clear()
         loads = self._dispatch.loads(self._zero_ns)
-        if message := self._reporting.next(self.id, self.url, loads, now()):
+        if message := self._reporting.next(self.id, self.url, loads, now(), self._zero_ns):
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
         return ONSET_S

@@ -29,8 +29,9 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Prompt tokens of requests, queued or running, that have no token yet from where they are
     now."""
     waiting_since_ns: int = 0
-    """When the oldest request in the queue began to wait, by the wall clock; if the queue is empty,
-    the oldest that has no token yet from where it is. 0: there is none."""
+    """When the oldest request in the queue began to wait, by the gateway's clock
+    (`GatewayLoad.sent_ns`); if the queue is empty, the oldest that has no token yet from where it
+    is. 0: there is none."""
     asked_requests: int = 0
     """Requests that the gateway was asked for since it began."""
     asked_tokens: int = 0
@@ -54,6 +55,9 @@ class GatewayLoad(Message, frozen=True, kw_only=True, tag="gateway_load"):
     seq: int = 0
     """Counts up from the time when the gateway's process began, in milliseconds, so that another
     process that has its id goes on above it. A report with a lower number is late."""
+    sent_ns: int = 0
+    """What the gateway's clock showed when it sent this, in ns. It may be wrong by days, but it
+    never jumps. 0: it does not say, as the release before; then its clock is taken to be right."""
     whole: bool = True
     """Whether models that are not named have no load. Otherwise their load is as it was said
     before."""

@@ -22,9 +22,10 @@ class Reporting:
         """What was said last of each model."""
 
     def next(
-        self, gateway: GatewayId, url: str, loads: Iterable[ModelLoad], now: float
+        self, gateway: GatewayId, url: str, loads: Iterable[ModelLoad], now: float, zero_ns: int = 0
     ) -> GatewayLoad | None:
-        """`loads`: of every model that the gateway takes requests for. None: there is no news."""
+        """`loads`: of every model that the gateway takes requests for. `zero_ns`: what its clock
+        showed at time 0. None: there is no news."""
         loads = tuple(loads)
         whole = now - self._whole_at >= self._whole_s
         told = tuple(
@@ -43,6 +44,7 @@ class Reporting:
             gateway=gateway,
             url=url,
             seq=self._seq,
+            sent_ns=zero_ns + round(now * 1e9),
             whole=whole,
             models=told,
             listed=tuple(load.model for load in loads) if whole else (),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from services.planner.core.demand import Demand
+from services.planner.core.tickets import Moment
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
 
@@ -39,6 +40,9 @@ class _Gateway:
     """Its age counts from here: later than `at` if nobody could be heard for a while."""
     takes_changes: bool
     """See GatewayLoad."""
+    behind_ns: int | None = None
+    """How far its clock is behind this planner's time. None: it does not say what its clock
+    shows."""
     models: dict[ModelName, ModelLoad] = field(default_factory=dict)
     asked: dict[ModelName, Asked] = field(default_factory=dict)
     """What it counted last, also of models that have no load now."""
@@ -110,6 +114,7 @@ class LoadReports:
         known.seq, known.at, known.fresh_from = load.seq, now, now
         self._oldest = None
         known.takes_changes = load.takes_changes
+        known.behind_ns = round(now * 1e9) - load.sent_ns if load.sent_ns else None
         self._stale_at = min(self._stale_at, now + FRESH_S)
         changed = set[ModelName]()
         for each in load.models:
@@ -199,10 +204,17 @@ class LoadReports:
             prompt_tokens=total.prompt_tokens,
         )
 
-    def waiting_since_ns(self, model: ModelName) -> int:
-        """When the oldest request that waits began to wait. 0: none waits."""
-        loads = self._sums.get(model, _NOTHING).loads.values()
-        return min(filter(None, (load.waiting_since_ns for load in loads)), default=0)
+    def waiting_since_ns(self, model: ModelName, now: Moment) -> int:
+        """When the oldest request that waits began to wait, by this planner's wall clock, whatever
+        the gateways' clocks show. 0: none waits."""
+        zero_ns = now.wall_ns - round(now.at * 1e9)
+        found = []
+        for gateway, load in self._sums.get(model, _NOTHING).loads.items():
+            if load.waiting_since_ns:
+                behind_ns = self._gateways[gateway].behind_ns
+                right_ns = 0 if behind_ns is None else zero_ns + behind_ns
+                found.append(load.waiting_since_ns + right_ns)
+        return min(found, default=0)
 
     def asked(self, model: ModelName) -> Asked:
         """What gateways were asked for since this planner heard of them."""

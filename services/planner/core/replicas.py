@@ -326,7 +326,9 @@ class Replicas:
         now, settings = self._desk.now, self._desk.settings
         detected_ns = now.wall_ns - int((now.at - decision.detected_at) * 1e9)
         before = self.event.record.history[-1][1] if self.event is not None else 0
-        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self.record.name)
+        if before > now.wall_ns:  # the clock was set back since the last event
+            before = 0
+        waiting_ns = self._desk.cluster.loads.waiting_since_ns(self.record.name, now)
         record = events.begin(
             EventId(settings.new_id("ev")),
             self.record,

@@ -5,6 +5,7 @@ import pytest
 
 from services.planner.core.demand import Demand
 from services.planner.core.load_reports import BLIND_S, FRESH_S, Asked, LoadReports
+from services.planner.core.tickets import Moment
 from shared.ids import GatewayId, InstanceId, ModelName
 from shared.messages.load import GatewayLoad, ModelLoad
 
@@ -48,6 +49,30 @@ def test_what_gateways_were_asked_for_is_counted_once_and_never_backwards() -> N
     assert found.asked(LLAMA) == Asked(8, 56), "what it counted is remembered while it has no load"
     found.forget(set())
     assert found.asked(LLAMA) == Asked(), "a model that was removed is forgotten"
+
+
+@pytest.mark.parametrize("wrong_s", [-86400, 0, 86400])
+def test_since_when_requests_wait_is_known_whatever_the_gateways_clock_shows(wrong_s: int) -> None:
+    """The planner is at 50 s when its clock shows 1,000,050 s; a request has waited for 2 s."""
+    found, wrong_ns = LoadReports(), wrong_s * 10**9
+    (of_model,) = load("one", queued=1).models
+    waits = msgspec.structs.replace(of_model, waiting_since_ns=1_000_048 * 10**9 + wrong_ns)
+    sent_ns = 1_000_050 * 10**9 + wrong_ns
+    said = GatewayLoad(gateway=GatewayId("one"), models=(waits,), sent_ns=sent_ns)
+    found.on_load(said, now=50.0)
+    now = Moment(51.0, 1_000_051 * 10**9)
+    assert found.waiting_since_ns(LLAMA, now) == 1_000_048 * 10**9
+    jumped = Moment(51.0, 2_000_051 * 10**9)
+    assert found.waiting_since_ns(LLAMA, jumped) == 2_000_048 * 10**9
+
+
+def test_the_clock_of_a_gateway_that_does_not_say_what_it_shows_is_taken_to_be_right() -> None:
+    found = LoadReports()
+    (of_model,) = load("one", queued=1).models
+    waits = msgspec.structs.replace(of_model, waiting_since_ns=7 * 10**9)
+    found.on_load(GatewayLoad(gateway=GatewayId("one"), models=(waits,)), now=1.0)
+    assert found.waiting_since_ns(LLAMA, Moment(2.0, 9 * 10**9)) == 7 * 10**9
+    assert found.waiting_since_ns(ModelName("other"), Moment(2.0, 9 * 10**9)) == 0
 
 
 def test_loads_add_up_and_gateways_that_fall_silent_are_forgotten() -> None:
