@@ -152,6 +152,10 @@ class SimBroker(MemoryBroker):
             for watch, bucket in bus.watches.items():
                 bucket.watches.pop(watch, None)
 
+    def reaches(self, name: str) -> bool:
+        """Whether what a process says passes now, and what others say comes to it."""
+        return all(wire.open for _, wire in self._named(name))
+
     # --- wires ---
 
     async def connect(self, bus: MemoryBus) -> None:

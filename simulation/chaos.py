@@ -104,7 +104,8 @@ async def _play(played: Scenario, found: _Found) -> None:
 
     asyncio.get_running_loop().set_exception_handler(unhandled)
     cluster = Cluster(played.spec)
-    timed = not any(isinstance(fault, ClockJump) for fault in played.faults)
+    jumps = (fault for fault in played.faults if isinstance(fault, ClockJump))
+    timed = all(jump.process != PLANNER for jump in jumps)
     watch = Watch(cluster, found, timed=timed)
     async with cluster:
         await cluster.serving()
@@ -117,7 +118,7 @@ class Watch:
     """Watches what passes over the bus and what nodes hold, and writes the log."""
 
     def __init__(self, cluster: Cluster, found: _Found, *, timed: bool) -> None:
-        """`timed`: whether wall clocks are right."""
+        """`timed`: whether the planners' wall clocks are right. Those of others do not matter."""
         self.said: dict[NodeId, NodeStatus] = {}
         self._cluster = cluster
         self._found = found
@@ -283,7 +284,10 @@ class Play:
         self._answered.set()
         self._start = now()
         self._killed: dict[RequestId, int] = {}
-        """How many nodes each request has killed."""
+        """How many nodes each request has killed, but for one that died while its gateway could not
+        hear it: such a request may be cleared too early (`services.gateway.core.suspects`)."""
+        self._unheard: set[RequestId] = set()
+        """Requests of which such a death was left out."""
         self._group = asyncio.TaskGroup()
         self._field = Field(cluster, watch.find, watch.say, self._crashed)
         cluster.poisoned = self._kill
@@ -360,11 +364,19 @@ class Play:
 
     def _kill(self, name: str, request: RequestId) -> None:
         if name in self._cluster.nodes:
-            self._killed[request] = self._killed.get(request, 0) + 1
+            if request not in self._unheard and not self._hears(request):
+                self._unheard.add(request)
+            else:
+                self._killed[request] = self._killed.get(request, 0) + 1
             self._watch.say(f"{name} dead, killed by {request}")
             self._watch.crashed(name)
             self._cluster.crash(name)
             self._group.create_task(self._back(name), name=f"{name} comes back")
+
+    def _hears(self, request: RequestId) -> bool:
+        """Whether the request's gateway hears what nodes say now."""
+        asked = (a for a in self._open.values() if a.replay is not None and a.replay.id == request)
+        return all(self._cluster.broker.reaches(each.gateway) for each in asked)
 
     async def _back(self, name: str) -> None:
         await asyncio.sleep(BACK_S)
@@ -402,6 +414,8 @@ class Play:
             return
         if arrival.kills_at is not None:
             killed = self._killed.get(replay.id, 0)
+            if replay.id in self._unheard:
+                self._watch.say(f"{replay.id} killed one more node while the bus was away")
             if not replay.error.startswith(RequestKillsNodes.code) or killed > 2:
                 self._watch.violated(f"{replay.id} killed {killed} nodes: {replay.error}")
             return

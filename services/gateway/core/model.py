@@ -125,7 +125,7 @@ class Model:
             for route in gone:
                 for request in route.runs():
                     request.failures += 1
-            self._suspects.break_off(gone, why, now)
+            self._suspects.break_off(gone, why, now, [node])
         self.dispatch(now)
 
     def begin_again(self, why: str, now: float) -> None:
@@ -243,7 +243,8 @@ class Model:
         if self._suspects.judged(request, attempt, dead):
             self.queue.remove(request)
         for node in dead:
-            self._suspects.break_off(self.table.drop_node(node), f"node {node} is dead", now)
+            gone = self.table.drop_node(node)
+            self._suspects.break_off(gone, f"node {node} is dead", now, [node])
         self.dispatch(now)
 
     def accepted(self, request: Request, attempt: int, now: float) -> None:

@@ -22,7 +22,7 @@ import enum
 from dataclasses import dataclass, field
 
 from services.gateway.core.fair_queue import ALONE, Share
-from shared.ids import NO_ADAPTER, InstanceId, ModelId, RequestId
+from shared.ids import NO_ADAPTER, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.serving import LogitRules, Pooling, Sampling
 
 SCORED = 2
@@ -65,6 +65,16 @@ class Move:
     """How many tokens it has to prefill, at least 1."""
     since: float
     """When it was submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """An attempt that another one has taken over from."""
+
+    nodes: frozenset[NodeId]
+    """Where it ran."""
+    before: int
+    """The index of a token that it has surely not come to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -124,6 +134,8 @@ class Request:
     """Whether it checks an instance (`services.gateway.core.checks`). No client waits for it."""
     move: Move | None = None
     """Set exactly in MOVING."""
+    left: Left | None = None
+    """The last attempt that a move has ended."""
     submissions: int = 0
     """How many attempts were submitted. Each has the next number."""
     submitted_at: float = 0.0

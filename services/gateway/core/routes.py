@@ -8,7 +8,7 @@ import msgspec
 from services.gateway.core.breaker import Breaker
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.requests import Request
-from shared.ids import InstanceId, RequestId
+from shared.ids import InstanceId, NodeId, RequestId
 from shared.messages.instances import Instance, InstanceState, Role
 from shared.slots import Account
 
@@ -23,6 +23,10 @@ IN_LINE = 2.0
 keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
 prompts before the second stage takes them. On longer paths prompts would wait while other nodes
 become complete."""
+PAST = 3
+"""A node may be a step ahead of the last token that came from it, and in the next one."""
+MOST_UNHEARD = 16
+"""The most tokens that a node is taken to have sent in vain."""
 _NOTHING = 1e-6
 """Sums of weights are no less than this, but for what rounding leaves of them."""
 
@@ -181,6 +185,11 @@ class Route:
             and (stages == 1 or node.account.has_room(stages, place.weight))
         )
 
+    @property
+    def nodes(self) -> frozenset[NodeId]:
+        """The nodes that it leads over."""
+        return frozenset(stage.node for stage in self.instance.stages)
+
     def runs(self) -> Iterator[Request]:
         """The requests whose attempt runs here. Requests about to move here do not count."""
         return (r for r in self.requests.values() if r.instance == self.instance.id)
@@ -252,6 +261,13 @@ class Route:
         before = self.token_s or token_s
         self.token_s = before + (token_s - before) / SMOOTHING
         self.measured += 1
+
+    def beyond(self, request: Request, now: float) -> int:
+        """The index of a token that a request's attempt here has surely not come to, at the pace of
+        the instance, if no more than MOST_UNHEARD tokens were lost."""
+        silent_s = now - request.progress_at
+        unheard = round(silent_s / self.token_s) if self.token_s else 0
+        return request.due + PAST + min(unheard, MOST_UNHEARD)
 
     def forget_speed(self) -> None:
         """What is measured from now on counts."""

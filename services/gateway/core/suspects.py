@@ -15,6 +15,8 @@ are suspects. Each goes on at once, but alone:
   suspects for the first time.
 - A suspect is cleared when it has the tokens that the node may have come to before it died. That
   takes a prefill and a few steps. Then the next suspect has its turn.
+- A request that has just moved away from the node, and does not have these tokens yet, is a suspect
+  too: the node may not have heard in time that the request had left.
 
 What looks like a death may be a cut link or a paused process. That makes suspects too, since they
 lose little by it. But a suspect is refused only if its node had said that it has the request, and
@@ -24,6 +26,11 @@ lose little by it. But a suspect is refused only if its node had said that it ha
   (`AskWhetherAlive`), unless registry or planner have said that the node is gone.
 
 A node that is found dead gets nothing more. Otherwise its one death would count twice.
+
+So a request that kills whatever runs it kills two nodes; three if one of them died while its
+gateway could not hear it, because the bus was away. That node may have drawn more than MOST_UNHEARD
+tokens in vain, and then the request is cleared too early. It would have to run alone for much
+longer, and so would every other suspect.
 """
 
 from collections.abc import Callable, Collection
@@ -37,11 +44,6 @@ from services.gateway.core.table import Table
 from shared.errors import EngineFailed, LambdaScaleError, RequestKillsNodes
 from shared.ids import NodeId
 
-PAST = 3
-"""A suspect is cleared this many tokens after the last one that its node may have sent before it
-died: the node may have been a step ahead, and in the next one."""
-MOST_UNHEARD = 16
-"""The most tokens that a node is taken to have sent in vain."""
 Requeue = Callable[[list[Request], str, str], None]
 """(requests, reason, detail): puts requests that were taken off their instances back to the head of
 the queue."""
@@ -54,16 +56,34 @@ class Suspects:
         self._ledger = ledger
         self._requeue = requeue
 
-    def break_off(self, gone: Collection[Route], why: str, now: float) -> None:
-        """Nodes of these routes may have died. Requests that were to move there stay where they
-        are, and those that ran there are suspects."""
+    def break_off(
+        self, gone: Collection[Route], why: str, now: float, dead: Collection[NodeId] = ()
+    ) -> None:
+        """Nodes of these routes may have died; of `dead` it is known. Requests that were to move
+        there stay where they are. Those that ran there are suspects, and so are those that have
+        just left these nodes."""
         for route in gone:
             for request in list(route.requests.values()):
                 if request.instance != route.instance.id:
                     self._attempts.stay(route, request, why)
+        # What nothing runs on may have left the set for another reason.
+        nodes = frozenset(dead).union(*(route.nodes for route in gone if route.requests))
         for route in gone:
             for request in reversed(list(route.requests.values())):
                 self.broke(request, route, "gone", LambdaScaleError(why), now)
+        for route in list(self._table.routes.values()) if nodes else ():
+            for request in list(route.runs()):
+                if _has_just_left(request, nodes):
+                    self._break_off_there(request, route, why, now)
+
+    def _break_off_there(self, request: Request, route: Route, why: str, now: float) -> None:
+        """The request is a suspect, but not for what happened on `route`."""
+        assert request.left is not None
+        if request.move is not None:
+            self._attempts.stay(self._table.routes[request.move.instance], request, why)
+        self._attempts.take_off(route, request, why, now)
+        request.cleared_at, request.surely = request.left.before, True
+        self._requeue([request], "gone", why)
 
     def broke(
         self, request: Request, route: Route, reason: str, error: LambdaScaleError, now: float
@@ -84,7 +104,7 @@ class Suspects:
         if failed or not request.tried:  # else the answer says it
             request.surely = failed or reason == "gone"
         if not request.tried:
-            request.cleared_at = request.due + PAST + _unheard(request, route, now)
+            request.cleared_at = route.beyond(request, now)
         if request.tried or reason != "gone":
             self._ask(request, route)
         self._requeue([request], reason, why)
@@ -119,10 +139,13 @@ class Suspects:
         return True
 
 
-def _unheard(request: Request, route: Route, now: float) -> int:
-    """How many tokens the node may have drawn since the last one that came from it, at its pace."""
-    silent_s = now - request.progress_at
-    return min(round(silent_s / route.token_s), MOST_UNHEARD) if route.token_s else 0
+def _has_just_left(request: Request, nodes: Collection[NodeId]) -> bool:
+    """Whether the request may have killed one of these nodes, from which it moved away. If it did,
+    it will again before it has the tokens that its attempt there may have come to."""
+    left = request.left
+    if left is None or request.suspect or request.due >= left.before:
+        return False
+    return not left.nodes.isdisjoint(nodes)
 
 
 def _refusal(why: str) -> RequestKillsNodes:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.core.commands import AskWhetherAlive, Command, End, Send
-from services.gateway.core.suspects import PAST
+from services.gateway.core.routes import PAST
 from shared.errors import BusTimeout, CapacityExceeded, NoResponders, RequestKillsNodes
 from shared.ids import GatewayId, RequestId
 from shared.messages.instances import Instance, InstanceState
@@ -253,3 +253,37 @@ def test_requests_end_in_their_order() -> None:
     (ask,) = asked(dies(driver, 3))
     assert ask.request == "b"
     assert ended(judge(driver, ask, dead=True))[0][0] == "b"
+
+
+def left(driver: Driver) -> None:
+    """A request has just moved from a path over node 1 to replica 3, which gave no token yet."""
+    driver.publish(path(1, 2))
+    driver.admit("a")
+    driver.give("a", 1, 0)
+    driver.publish(path(1, 2, state=InstanceState.MOVING), replica(3), replica(4))
+    driver.take("a", 2)
+
+
+def test_a_request_that_has_just_left_the_node_is_a_suspect() -> None:
+    driver = Driver()
+    left(driver)
+    (send,) = [each for each in dies(driver, 1) if isinstance(each, Send)]
+    assert send.submit.alone_until == 4 + 1 + PAST
+    driver.dispatch.validate()
+    driver.take("a", 3)
+    (ask,) = asked(dies(driver, 3))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+
+
+def test_a_request_that_got_past_what_it_left_is_no_suspect() -> None:
+    driver = Driver()
+    left(driver)
+    for index in range(1, 1 + PAST):
+        driver.give("a", 2, index)
+    assert sent(dies(driver, 1)) == []
+
+
+def test_a_path_that_nothing_runs_on_makes_no_suspects_when_it_goes() -> None:
+    driver = Driver()
+    left(driver)
+    assert sent(driver.publish(replica(3), replica(4))) == []
