@@ -33,6 +33,7 @@ from shared.messages.instances import InstanceChange, InstanceSet, InstanceState
 from shared.messages.pool import Duty, NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
+    BlocksArrived,
     EventChanged,
     EventRecord,
     PlannerQuery,
@@ -237,6 +238,9 @@ class Watch:
                 self._events.gone(node)
             case BlockArrived():
                 self.say(f"{message.node} has block {message.block} from {message.source}")
+            case BlocksArrived():
+                for block in message.blocks:
+                    self.say(f"{message.node} has block {block.block} from {block.source}")
             case PullFailed():
                 self.say(f"{message.node} got no block {message.block}: {message.message}")
             case NodeStatus():

@@ -19,7 +19,9 @@ from benchmarks.control_plane.scene import (
     LINK_BYTES_PER_S,
     Scene,
 )
+from services.node.core.gathering import Gathering
 from services.node.core.told import Telling
+from services.node.hosting.reports import together
 from services.node.statuses import STATUS_EVERY_S, STATUS_GAP_S
 from shared import subjects
 from shared.bus.base import Bus, KeyValue, On
@@ -226,16 +228,22 @@ class Node:
 
     async def _pull(self, plan: ApplyPlan) -> None:
         held = self._holdings[plan.model_id, Tier.GPU]
+        missing = [pull for pull in plan.pulls if pull.block not in held]
+        gathering = Gathering(plan.report_s, {pull.block for pull in missing})
         async with asyncio.TaskGroup() as tasks:
-            for pull in plan.pulls:
-                if pull.block not in held:
-                    tasks.create_task(self._pull_one(plan, pull))
+            for pull in missing:
+                tasks.create_task(self._pull_one(plan, pull, gathering))
 
-    async def _pull_one(self, plan: ApplyPlan, pull: Pull) -> None:
-        began_ns = wall_ns()
+    async def _pull_one(self, plan: ApplyPlan, pull: Pull, gathering: Gathering) -> None:
+        began_ns, loop = wall_ns(), asyncio.get_running_loop()
         await self._wires.carry(plan.model_id, pull, self.info.node)
         self._hold(plan.model_id, pull.block)
-        await self._bus.publish(subjects.ARRIVALS, self._arrived(plan, pull, began_ns))
+        gathering.add(self._arrived(plan, pull, began_ns))
+        if (wait_s := gathering.due - loop.time()) > 0:
+            await asyncio.sleep(wait_s)
+        if blocks := gathering.take(loop.time()):
+            report = together(blocks, wall_ns()) if len(blocks) > 1 else blocks[0]
+            await self._bus.publish(subjects.ARRIVALS, report)
 
     def _arrived(self, plan: ApplyPlan, pull: Pull, began_ns: int) -> BlockArrived:
         ended_ns = wall_ns()

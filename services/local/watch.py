@@ -14,7 +14,13 @@ from shared.messages.changes import heard_set, whole_status
 from shared.messages.instances import Instance, InstanceChange, InstanceSet, InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.pool import NodeStatus, ReportStatus, Tier
-from shared.messages.scaling import BlockArrived, EventChanged, EventRecord, FirstPartialToken
+from shared.messages.scaling import (
+    BlockArrived,
+    BlocksArrived,
+    EventChanged,
+    EventRecord,
+    FirstPartialToken,
+)
 
 
 class Role(enum.Enum):
@@ -77,9 +83,9 @@ class Watch:
     async def hear(self, message: Message) -> None:
         match message:
             case BlockArrived():
-                self.arrivals.append(message)
-                held = self.held.get(message.node, frozenset())
-                self.held[message.node] = held | {message.block}
+                self._on_blocks((message,))
+            case BlocksArrived():
+                self._on_blocks(message.each())
             case EventChanged():
                 self.records[message.record.id] = message.record
             case FirstPartialToken():
@@ -98,6 +104,11 @@ class Watch:
             case _:
                 pass
         self._changed.set()
+
+    def _on_blocks(self, arrived: tuple[BlockArrived, ...]) -> None:
+        for each in arrived:
+            self.arrivals.append(each)
+            self.held[each.node] = self.held.get(each.node, frozenset()) | {each.block}
 
     async def change(self) -> None:
         """Waits for the next message."""

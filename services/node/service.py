@@ -370,6 +370,7 @@ class NodeService(Service):
         self.resources.push_async_callback(self._lease.give_back)
         self.spawn(self._lease.keep(), name="lease")
         self.spawn(self._hosting.landings.run(), name="landings")
+        self.spawn(self._reports.run(), name="reports")
         self.spawn(self._attempts.publish_tokens(), name="tokens")
         self.spawn(self._owners.watch(), name="owners")
         self.spawn(self._watch_engine(), name="watchdog")

@@ -28,6 +28,7 @@ from shared.messages.load import GatewayLoad
 from shared.messages.pool import ModelAdded, ModelRemoved, NodeGone, NodeJoined, NodeStatus
 from shared.messages.scaling import (
     BlockArrived,
+    BlocksArrived,
     EventRecord,
     FirstPartialToken,
     PeerSuspect,
@@ -95,6 +96,7 @@ class PlannerService(Service):
         self.own(await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, self._hear)))
         arrivals = (
             On(BlockArrived, self._hear),
+            On(BlocksArrived, self._hear),
             On(PullFailed, self._hear),
             On(FirstPartialToken, self._hear),
         )

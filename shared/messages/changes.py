@@ -24,7 +24,7 @@ def whole_status(known: NodeStatus | None, said: NodeStatus) -> NodeStatus | Non
         return None
     holdings = known.holdings
     if named := named_by(said):
-        holdings = (*(h for h in holdings if h.model_id not in named), *said.holdings)
+        holdings = (*[h for h in holdings if h.model_id not in named], *said.holdings)
     return msgspec.structs.replace(said, since=0, holdings=holdings, dropped=())
 
 

@@ -56,6 +56,9 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     capability: bytes = b""
     """Lets the node read the blocks of its pulls (`shared/capabilities.py`). Empty: the planner has
     no key to sign one."""
+    report_s: float = 0.0
+    """The least seconds between two reports of blocks (`BlocksArrived`), but for the last one. 0:
+    each block is reported at once."""
 
 
 class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
@@ -78,6 +81,53 @@ class BlockArrived(Message, frozen=True, kw_only=True, tag="block_arrived"):
     """When it had come and was verified."""
     ready_ns: int
     """When the engine could run it."""
+
+
+class Landed(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One block of `BlocksArrived`. The fields are those of `BlockArrived`."""
+
+    block: int
+    source: NodeId
+    transport: str
+    nbytes: int
+    started_ns: int
+    first_byte_ns: int
+    finished_ns: int
+    ready_ns: int
+
+
+Landing = Landed | BlockArrived
+"""What is said of one block."""
+
+
+class BlocksArrived(Message, frozen=True, kw_only=True, tag="blocks_arrived"):
+    """Node -> planner and observers: these blocks are complete, verified and executable on this
+    node. It is sent where the planner asks for few reports (`ApplyPlan.report_s`). A planner of the
+    release before does not know it. It learns of the blocks by the node's next status."""
+
+    event: EventId
+    revision: int
+    node: NodeId
+    generation: Generation
+    model_id: ModelId
+    sent_ns: int
+    blocks: tuple[Landed, ...]
+
+    def each(self) -> tuple[BlockArrived, ...]:
+        """The same, block by block."""
+        return tuple(
+            BlockArrived(
+                event=self.event,
+                revision=self.revision,
+                node=self.node,
+                generation=self.generation,
+                model_id=self.model_id,
+                trace=self.trace,
+                cause=self.cause,
+                **msgspec.structs.asdict(landed),
+            )
+            for landed in self.blocks
+        )
 
 
 class PullFailed(Message, frozen=True, kw_only=True, tag="pull_failed"):

@@ -74,6 +74,7 @@ class Hosting:
             in_arena=lambda model: model in self._hosted,
         )
         self._opening = Opening(worker, library, keeper, self._log, changed=changed, spawn=spawn)
+        self._reports = reports
         self.landings = Landings(node, self._hosted, self._opening, keeper, reports, self._log)
 
     def holdings(self) -> list[Holding]:
@@ -200,6 +201,7 @@ class Hosting:
             # What lies in this node's own memory need not come over a link.
             own = asked if cached else plan.promote
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
+            await self._reports.follow(plan)
             # First: the bytes are on their way while the engine opens the model.
             await self._data.apply(
                 plan.model_id, followed, pulls, addresses, space, capability=plan.capability

@@ -3,21 +3,26 @@
 Every arrival also tells the profiler how fast the node's port and disk are.
 """
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from math import inf
 
 from structlog.stdlib import BoundLogger
 
+from services.node.core.gathering import Gathering
 from services.node.core.profile import Profiler
 from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
 from shared.bus.base import Bus
-from shared.clock import wall_ns
+from shared.clock import now, wall_ns
 from shared.containment import is_containable
 from shared.errors import BusError, DigestMismatch
+from shared.ids import ModelId
 from shared.messages import Message
 from shared.messages.pool import NodeInfo
-from shared.messages.scaling import BlockArrived, PullFailed
+from shared.messages.scaling import ApplyPlan, BlockArrived, BlocksArrived, Landed, PullFailed
 
 DISK = "disk"
 """The transport of a promotion from the disk."""
@@ -41,28 +46,63 @@ class Reports:
         """Their bytes."""
         self.failures: Counter[str] = Counter({DigestMismatch.code: 0})
         """Blocks that could not be had, by the error's code."""
+        self._gathering: dict[ModelId, Gathering] = {}
+        """For models whose planner asks for few reports."""
+        self._more = asyncio.Event()
+        """Something was gathered."""
+
+    async def follow(self, plan: ApplyPlan) -> None:
+        """Blocks are reported as this plan says from now on."""
+        if before := self._gathering.pop(plan.model_id, None):
+            await self._report(before, inf)
+        if plan.report_s > 0:
+            wanted = {*plan.promote, *(pull.block for pull in plan.pulls)}
+            self._gathering[plan.model_id] = Gathering(plan.report_s, wanted)
+
+    async def run(self) -> None:
+        """Reports what is gathered, when it is due."""
+        while True:
+            due = min((each.due for each in self._gathering.values()), default=inf)
+            with suppress(TimeoutError):
+                async with asyncio.timeout(None if due == inf else max(0.0, due - now())):
+                    await self._more.wait()
+            self._more.clear()
+            for model, each in list(self._gathering.items()):
+                await self._report(each, now())
+                if each.done:
+                    self._gathering.pop(model, None)
+
+    async def _report(self, gathering: Gathering, at: float) -> None:
+        blocks = gathering.take(at)
+        if len(blocks) > 1:
+            await self._publish(together(blocks, wall_ns()))
+        elif blocks:
+            await self._publish(blocks[0])
 
     async def arrived(self, arrival: Arrival, trace: str) -> None:
         info = self._info()
-        await self._publish(
-            BlockArrived(
-                event=arrival.plan.event,
-                revision=arrival.plan.revision,
-                node=info.node,
-                generation=info.generation,
-                model_id=arrival.model_id,
-                block=arrival.block,
-                source=arrival.source,
-                transport=arrival.transport,
-                nbytes=arrival.nbytes,
-                started_ns=arrival.started_ns,
-                first_byte_ns=arrival.first_byte_ns,
-                finished_ns=arrival.finished_ns,
-                ready_ns=wall_ns(),
-                trace=trace,
-                cause=arrival.plan.event,
-            )
+        said = BlockArrived(
+            event=arrival.plan.event,
+            revision=arrival.plan.revision,
+            node=info.node,
+            generation=info.generation,
+            model_id=arrival.model_id,
+            block=arrival.block,
+            source=arrival.source,
+            transport=arrival.transport,
+            nbytes=arrival.nbytes,
+            started_ns=arrival.started_ns,
+            first_byte_ns=arrival.first_byte_ns,
+            finished_ns=arrival.finished_ns,
+            ready_ns=wall_ns(),
+            trace=trace,
+            cause=arrival.plan.event,
         )
+        if gathering := self._gathering.get(arrival.model_id):
+            gathering.add(said)
+            self._more.set()
+        else:
+            await self._publish(said)
         if arrival.transport == HELD:
             return
         self.blocks[arrival.transport] += 1
@@ -124,3 +164,31 @@ class Reports:
             if not is_containable(error):
                 raise
             self._log.exception("report not sent; the next status says it")
+
+
+def together(blocks: tuple[BlockArrived, ...], sent_ns: int) -> BlocksArrived:
+    """One report of several blocks of one plan."""
+    first = blocks[0]
+    return BlocksArrived(
+        event=first.event,
+        revision=first.revision,
+        node=first.node,
+        generation=first.generation,
+        model_id=first.model_id,
+        sent_ns=sent_ns,
+        blocks=tuple(
+            Landed(
+                block=each.block,
+                source=each.source,
+                transport=each.transport,
+                nbytes=each.nbytes,
+                started_ns=each.started_ns,
+                first_byte_ns=each.first_byte_ns,
+                finished_ns=each.finished_ns,
+                ready_ns=each.ready_ns,
+            )
+            for each in blocks
+        ),
+        trace=first.trace,
+        cause=first.cause,
+    )

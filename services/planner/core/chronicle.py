@@ -16,7 +16,7 @@ from shared.ids import EventId, InstanceId, ModelId, ModelName, NodeId
 from shared.messages.chronicle import Arrival, Count, Rate, Served
 from shared.messages.instances import Instance, InstanceChange, InstanceSet, InstanceState
 from shared.messages.pool import NodeStatus
-from shared.messages.scaling import BlockArrived, FirstPartialToken
+from shared.messages.scaling import FirstPartialToken, Landing
 
 ARRIVALS = 100_000
 """How many arrivals are kept, over all events. The oldest events lose theirs first; of a larger
@@ -79,23 +79,23 @@ class Chronicle:
         """An empty one if nothing is known."""
         return self._trails.get(event) or Trail()
 
-    def on_block(self, message: BlockArrived) -> None:
-        trail = self._trails.get(message.event)
-        if trail is None or not self._has_room(message.event):
+    def on_block(self, event: EventId, node: NodeId, landing: Landing) -> None:
+        trail = self._trails.get(event)
+        if trail is None or not self._has_room(event):
             if trail is not None:
                 trail.forgotten += 1
             return
         self._kept += 1
         trail.arrivals.append(
             Arrival(
-                self._names.setdefault(message.node, message.node),
-                message.block,
-                self._names.setdefault(message.source, message.source),
-                message.transport,
-                message.started_ns,
-                message.first_byte_ns,
-                message.finished_ns,
-                message.ready_ns,
+                self._names.setdefault(node, node),
+                landing.block,
+                self._names.setdefault(landing.source, landing.source),
+                landing.transport,
+                landing.started_ns,
+                landing.first_byte_ns,
+                landing.finished_ns,
+                landing.ready_ns,
             )
         )
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median_low
 
+from services.planner.core.arrivals import Arrivals
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
@@ -24,7 +25,6 @@ from shared.messages.pool import (
     Profile,
     Tier,
 )
-from shared.messages.scaling import BlockArrived
 from shared.parts import Part
 
 ARRIVAL_S = 1.0
@@ -92,6 +92,8 @@ class Cluster:
         have many models and change seldom."""
         self._fastest: dict[ModelId, float | None] = {}
         """Answers of `fastest_sender` that still hold."""
+        self._speaking: frozenset[NodeId] | None = None
+        """The live nodes that have said something; None: to be found anew."""
         self._disks: list[tuple[float, NodeId]] | None = None
         """The known rates of live nodes' disks, the fastest first; None: to be found anew."""
         self._largest: int | None = None
@@ -145,6 +147,7 @@ class Cluster:
         said = self._said.get(node)
         if said is not None and said.status.generation <= generation:
             self._unsort(self._said.pop(node))
+            self._speaking = None
         info = self.nodes.get(node)
         if info is None or info.generation != generation:
             return False
@@ -158,6 +161,7 @@ class Cluster:
         """The live nodes are others now."""
         self._whole_on_disk.clear()
         self._fastest.clear()
+        self._speaking = None
         self._slots = self._disks = self._largest = None
 
     def on_revived(self, info: NodeInfo) -> None:
@@ -211,6 +215,7 @@ class Cluster:
         if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
         said = self._said[status.node] = _Said(status, now, _in_arena(status))
+        self._speaking = None
         for holding in status.holdings:
             self._add(said, holding.model_id, holding.tier, holding.blocks)
         return said
@@ -285,29 +290,32 @@ class Cluster:
             if not nodes:
                 index.pop(model, None)
 
-    def on_arrived(self, message: BlockArrived, now: float) -> bool:
-        """Returns whether this adds a block to the device memory of a live node."""
+    def on_arrived(self, arrivals: Arrivals, now: float) -> Blocks:
+        """Returns the blocks that this adds to the device memory of a live node."""
         self.loads.on_sign_of_life(now)
-        node, model = message.node, message.model_id
+        node, model, generation = arrivals.node, arrivals.model, arrivals.generation
         info, said = self.nodes.get(node), self._said.get(node)
-        if info is None or info.generation != message.generation:
-            return False
-        if said is None or said.status.generation != message.generation:
+        if info is None or info.generation != generation:
+            return frozenset()
+        if said is None or said.status.generation != generation:
             nothing = NodeStatus(
-                node=node, generation=message.generation, seq=-1, arena_free=0, holdings=()
+                node=node, generation=generation, seq=-1, arena_free=0, holdings=()
             )
             self._sort(nothing, now)
             said = self._said[node]
         held = said.on_device.get(model)
-        if held and message.block not in held:  # nearly always: only what it holds has changed
-            held = said.models[model][Tier.GPU] = held.union((message.block,))
+        gained = frozenset(each.block for each in arrivals.blocks)
+        if held:  # nearly always: only what it holds has changed
+            gained -= held
+            if not gained:
+                return gained
+            held = said.models[model][Tier.GPU] = held | gained
             said.on_device = {**said.on_device, model: held}
-        elif not held:
-            self._add(said, model, Tier.GPU, (message.block,))
         else:
-            return False
-        said.arrived[model, message.block] = now
-        return True
+            self._add(said, model, Tier.GPU, gained)
+        for block in gained:
+            said.arrived[model, block] = now
+        return gained
 
     def on_released(self, node: NodeId, model: ModelId, now: float) -> None:
         """The node has freed the model: what arrived before is not there any more."""
@@ -324,6 +332,7 @@ class Cluster:
         for node, said in list(self._said.items()):
             if node not in self.nodes and now - said.at > REMEMBER_S:
                 self._unsort(self._said.pop(node))
+                self._speaking = None
         self.measured.forget(models)
 
     # --- what is known ---
@@ -414,8 +423,10 @@ class Cluster:
         return known[1]
 
     def _with_whole(self, model: ModelId, blocks: int) -> frozenset[NodeId]:
+        if self._speaking is None:
+            self._speaking = frozenset(filter(self._speaks, self._said))
         counts = self._on_disk.get(model, {}).items()
-        return frozenset(node for node, count in counts if count == blocks and self._speaks(node))
+        return self._speaking.intersection([node for node, count in counts if count == blocks])
 
     def out_bytes_per_s(self, node: NodeId) -> float:
         """The rate at which a live node sends, as it states or has measured it; 0: not known."""
@@ -451,6 +462,7 @@ class Cluster:
         assert self.over.keys() == self._over_at.keys()
         assert self.leaving == {node for node, info in self.nodes.items() if info.duty.leaves}
         assert self._disks in (None, self._known_disks())
+        assert self._speaking in (None, set(filter(self._speaks, self._said)))
         for model, (blocks, nodes) in self._whole_on_disk.items():
             holders_on_disk = self.holders(model, [Tier.DISK]).items()
             assert nodes == {node for node, held in holders_on_disk if len(held) == blocks}

@@ -4,7 +4,7 @@ Trouble that comes in another phase waits until the event is `loading`. All trou
 then is answered with one revision.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import msgspec
 
@@ -22,7 +22,7 @@ from shared.errors import CapacityExceeded, PlanError
 from shared.ids import Generation, NodeId
 from shared.messages import pool
 from shared.messages.pool import NodeGone, NodeInfo, Reserved, Sources
-from shared.messages.scaling import BlockArrived, EventState, FirstPartialToken
+from shared.messages.scaling import EventState, FirstPartialToken, Landing
 from shared.parts import Part
 
 
@@ -254,14 +254,18 @@ class EventMachine(Growing):
         elif self.phase is Phase.LOADING and at >= self._trust.look_at:
             self._look_for_slow_nodes()
 
-    def on_block(self, message: BlockArrived) -> None:
-        """A target says that it has a block. Its report may have said so already."""
-        if message.node in self.targets:
-            moved = 0
-            if (message.node, message.block) not in self._counted:
-                self._counted.add((message.node, message.block))
-                moved = message.nbytes if message.source != message.node else 0
-            self._noted(events.arrived(self.record, message, moved))
+    def on_blocks(self, node: NodeId, blocks: Sequence[Landing], since_s: Sequence[float]) -> None:
+        """A target says that it has blocks, and for how long it has had each. Its report may have
+        said so already."""
+        if node not in self.targets:
+            return
+        moved = 0
+        for each, ago_s in zip(blocks, since_s, strict=True):
+            self._trust.land(node, each.block, self._desk.at - ago_s)
+            if (node, each.block) not in self._counted:
+                self._counted.add((node, each.block))
+                moved += each.nbytes if each.source != node else 0
+        self._noted(events.arrived(self.record, blocks, moved))
 
     def on_holdings(
         self, node: NodeId, held: frozenset[int], gained: Collection[int], at_ns: int

@@ -6,7 +6,7 @@ are still loading) may be skipped: a target can be complete before any path is w
 A new revision of the plan is no new state.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 
@@ -15,10 +15,10 @@ from shared.errors import IllegalTransition
 from shared.ids import EventId, NodeId
 from shared.messages.pool import ModelRecord
 from shared.messages.scaling import (
-    BlockArrived,
     EventRecord,
     EventState,
     Growth,
+    Landing,
     Repair,
     Timings,
     Transfer,
@@ -107,13 +107,15 @@ def note(record: EventRecord, at_ns: int, timing: str) -> EventRecord:
     return _noted(record, timing, (at_ns - record.decided_ns) / 1e9)
 
 
-def arrived(record: EventRecord, message: BlockArrived, moved: int) -> EventRecord:
-    """Takes down when a block came to a target, and that it brought `moved` bytes over links. A
+def arrived(record: EventRecord, blocks: Sequence[Landing], moved: int) -> EventRecord:
+    """Takes down when blocks came to a target, and that they brought `moved` bytes over links. A
     large event takes in thousands of blocks a second."""
     since, actual = record.decided_ns, record.actual
     news: dict[str, float] = {}
-    asked, first = (message.started_ns - since) / 1e9, (message.first_byte_ns - since) / 1e9
-    last, ready = (message.finished_ns - since) / 1e9, (message.ready_ns - since) / 1e9
+    asked = (min(each.started_ns for each in blocks) - since) / 1e9
+    first = (min(each.first_byte_ns for each in blocks) - since) / 1e9
+    last = (max(each.finished_ns for each in blocks) - since) / 1e9
+    ready = (max(each.ready_ns for each in blocks) - since) / 1e9
     if actual.asked_s is None or asked < actual.asked_s:
         news["asked_s"] = asked
     if actual.first_byte_s is None or first < actual.first_byte_s:

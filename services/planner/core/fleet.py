@@ -55,6 +55,8 @@ class Fleet:
         self._members: dict[NodeId, Member] = {}
         self._partial: set[NodeId] = set()
         """Members that lack blocks."""
+        self._replicas: tuple[Member, ...] | None = None
+        """See `replicas`. None: to be found anew."""
         self.cut: tuple[Part, ...] = (whole(record.n_blocks),)
         """The parts that the devices of a replica have. Empty: all nodes together have no room for
         the model."""
@@ -105,11 +107,13 @@ class Fleet:
         return self._members
 
     @property
-    def replicas(self) -> list[Member]:
+    def replicas(self) -> tuple[Member, ...]:
         """Complete members that take requests, in the order in which they joined. Of a model that
         fits no device, several of them make one replica (`count`)."""
-        blocks = self._record.n_blocks
-        return [m for m in self._members.values() if m.is_complete(blocks) and not m.draining]
+        if self._replicas is None:
+            complete = (m for n, m in self._members.items() if n not in self._partial)
+            self._replicas = tuple(m for m in complete if not m.draining)
+        return self._replicas
 
     def parts(self, members: Iterable[Member]) -> Counter[Part]:
         """How many of the members have each part."""
@@ -227,6 +231,7 @@ class Fleet:
 
     def _changed(self) -> None:
         self._changes += 1
+        self._replicas = None
         self._outdated = True
         self._plan()
         self.touch()
@@ -425,6 +430,8 @@ class Fleet:
             assert member.held == self._held(node), f"{node} holds something else"
         blocks = self._record.n_blocks
         assert self._partial == {n for n, m in self._members.items() if not m.is_complete(blocks)}
+        whole_ones = [m for m in self._members.values() if m.is_complete(blocks)]
+        assert list(self.replicas) == [m for m in whole_ones if not m.draining]
         assert {m.part for m in self._members.values() if m.part} <= set(self.cut)
         assert self._retired.keys() == {
             i.id for i in self.instances if i.state is not InstanceState.SERVING

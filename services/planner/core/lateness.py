@@ -82,8 +82,11 @@ class Pace:
         """Starts a revision, when it is sent to the nodes."""
         self._began, self._landed = now, {}
 
-    def land(self, node: NodeId, block: int, now: float) -> None:
-        self._landed[node, block] = now
+    def land(self, node: NodeId, block: int, at: float) -> None:
+        """A block is there since `at`, or for longer."""
+        known = self._landed.get((node, block))
+        if known is None or at < known:
+            self._landed[node, block] = at
 
     def look(
         self,

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator
 from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
+from services.planner.core.arrivals import Arrivals
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
@@ -23,12 +24,7 @@ from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.ids import NodeId
 from shared.messages.decisions import Verdict
 from shared.messages.pool import MEMORY, Holding, ModelRecord, NodeGone, Tier
-from shared.messages.scaling import (
-    BlockArrived,
-    EventRecord,
-    FirstPartialToken,
-    PullFailed,
-)
+from shared.messages.scaling import EventRecord, FirstPartialToken, PullFailed
 from shared.parts import whole
 from shared.wording import counted
 
@@ -106,12 +102,14 @@ class ModelMachine:
             self.fleet.join(self._desk.cluster.nodes[node], Cause(), part)
             self.decide_soon()
 
-    def on_block(self, message: BlockArrived, gained: bool) -> float:
-        """Returns when something follows from it."""
-        if self.event is not None and self.event.record.id == message.event:
-            self.event.on_block(message)
+    def on_blocks(self, arrivals: Arrivals, gained: Collection[int]) -> float:
+        """`gained`: those blocks of which nobody has said yet that they are there. Returns when
+        something follows from it."""
+        node, blocks = arrivals.node, arrivals.blocks
+        if self.event is not None and self.event.record.id == arrivals.event:
+            self.event.on_blocks(node, blocks, arrivals.since_s)
         if gained:
-            self.on_holdings(message.node, (message.block,), message.finished_ns)
+            self.on_holdings(node, gained, max(each.finished_ns for each in blocks))
         return self._due()
 
     def on_settings(self, record: ModelRecord) -> None:

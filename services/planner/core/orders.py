@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from services.planner.core.commands import SendPlan
 from services.planner.core.desk import Desk
+from services.planner.core.fleet import PACE_PER_MEMBER_S
 from services.planner.core.stimuli import Answer, Failed
 from shared.errors import LambdaScaleError, NotFound, PlanError
 from shared.ids import NodeId
@@ -21,6 +22,8 @@ APPLY_S = 8.0
 MANIFEST_WAIT_S = 2.0
 """Seconds to wait for a node that joined, or a model that was published, a moment ago: the node may
 not know the model yet."""
+AT_ONCE_S = 0.02
+"""Blocks of an event are reported one by one if there would be less than this between reports."""
 WAVE_S = 0.005
 """Seconds to wait for a wave's answers before the next wave is sent."""
 NEVER = float("inf")
@@ -97,6 +100,7 @@ class Orders:
             promote=tuple(sorted(promoting.get(node, frozenset()) - held)),
             peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
             part=record.parts.get(node),
+            report_s=report_s(len(record.targets)),
             trace=record.trace,
             cause=record.id,
         )
@@ -154,3 +158,10 @@ def _parts(record: EventRecord) -> dict[NodeId, list[Transfer]]:
     for transfer in record.transfers:
         parts.setdefault(transfer.dst, []).append(transfer)
     return parts
+
+
+def report_s(targets: int) -> float:
+    """`ApplyPlan.report_s` for an event of so many targets: what they say is taken in as often as
+    paths are planned anew."""
+    seconds = PACE_PER_MEMBER_S * targets
+    return seconds if seconds >= AT_ONCE_S else 0.0

@@ -13,6 +13,7 @@ import msgspec
 from services.planner.core import commands
 from services.planner.core.alarms import Alarms
 from services.planner.core.archive import Archive, fitting
+from services.planner.core.arrivals import arrivals_of
 from services.planner.core.census import Census, census, wanted_nodes
 from services.planner.core.commands import Command
 from services.planner.core.desk import ASK_S, RELEASE_S, Desk, Settings
@@ -54,6 +55,7 @@ from shared.messages.pool import (
 )
 from shared.messages.scaling import (
     BlockArrived,
+    BlocksArrived,
     EventRecord,
     FirstPartialToken,
     PeerSuspect,
@@ -101,7 +103,8 @@ class Planner:
             ModelAdded: lambda message: self._machines.add(message.record),
             ModelRemoved: lambda message: self._machines.remove(message.name),
             GatewayLoad: self._on_load,
-            BlockArrived: self._on_block,
+            BlockArrived: self._on_blocks,
+            BlocksArrived: self._on_blocks,
             PullFailed: self._on_news,
             FirstPartialToken: self._on_news,
             PeerSuspect: self._on_suspect,
@@ -303,11 +306,15 @@ class Planner:
             if model := self._machines.named.get(name):
                 self._machines.mention(model, ModelMachine.on_load)
 
-    def _on_block(self, message: BlockArrived) -> None:
-        self._desk.chronicle.on_block(message)
-        gained = self._cluster.on_arrived(message, self._desk.at)
-        if model := self._machines.by_id.get(message.model_id):
-            self._machines.mention(model, lambda model: model.on_block(message, gained))
+    def _on_blocks(self, message: BlockArrived | BlocksArrived) -> None:
+        arrivals = arrivals_of(message)
+        if not arrivals.blocks:
+            return
+        for each in arrivals.blocks:
+            self._desk.chronicle.on_block(arrivals.event, arrivals.node, each)
+        gained = self._cluster.on_arrived(arrivals, self._desk.at)
+        if model := self._machines.by_id.get(arrivals.model):
+            self._machines.mention(model, lambda model: model.on_blocks(arrivals, gained))
 
     def _on_news(self, message: PullFailed | FirstPartialToken) -> None:
         self._cluster.loads.on_sign_of_life(self._desk.at)

@@ -25,6 +25,7 @@ from shared.messages.pool import (
 )
 from shared.messages.scaling import (
     BlockArrived,
+    BlocksArrived,
     FirstPartialToken,
     PeerSuspect,
     PullFailed,
@@ -102,6 +103,7 @@ Heard = (
     | ModelRemoved
     | GatewayLoad
     | BlockArrived
+    | BlocksArrived
     | PullFailed
     | FirstPartialToken
     | PeerSuspect
@@ -113,7 +115,7 @@ Stimulus = Heard | Answer | Asked | Wake
 def cause_of(stimulus: Stimulus) -> str:
     """The id of what happened, as commands and stories name it."""
     match stimulus:
-        case BlockArrived() | PullFailed() | FirstPartialToken():
+        case BlockArrived() | BlocksArrived() | PullFailed() | FirstPartialToken():
             return stimulus.event
         case Wake():
             return "wake"

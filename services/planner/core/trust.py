@@ -27,8 +27,9 @@ class Trust:
         """Starts a revision, when it is sent to the nodes."""
         self._pace.begin(now)
 
-    def land(self, node: NodeId, block: int, now: float) -> None:
-        self._pace.land(node, block, now)
+    def land(self, node: NodeId, block: int, at: float) -> None:
+        """See Pace."""
+        self._pace.land(node, block, at)
 
     @property
     def look_at(self) -> float:

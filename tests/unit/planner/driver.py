@@ -53,7 +53,13 @@ from shared.messages.pool import (
     Sources,
     Tier,
 )
-from shared.messages.scaling import BlockArrived, EventChanged, EventRecord
+from shared.messages.scaling import (
+    BlockArrived,
+    BlocksArrived,
+    EventChanged,
+    EventRecord,
+    Landed,
+)
 from simulation.checked import CheckedCore
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
 
@@ -254,6 +260,29 @@ class Driver:
             ready_ns=at,
         )
         return self.feed(message)
+
+    def arrived_together(self, node: str, blocks: Mapping[int, float], event: EventRecord) -> None:
+        """The node reports several blocks, and for how many seconds it has had each."""
+        at = WALL_NS + round(self.at * 1e9)
+        landed = [
+            Landed(
+                block=block, source=NodeId("a"), transport="tcp", nbytes=BLOCK_BYTES,
+                started_ns=ended, first_byte_ns=ended, finished_ns=ended, ready_ns=ended,
+            )
+            for block, since_s in blocks.items()
+            for ended in (at - round(since_s * 1e9),)
+        ]  # fmt: skip
+        self.feed(
+            BlocksArrived(
+                event=event.id,
+                revision=event.revision,
+                node=NodeId(node),
+                generation=Generation(1),
+                model_id=MODEL,
+                sent_ns=at,
+                blocks=tuple(landed),
+            )
+        )
 
     # --- questions and answers ---
 

@@ -34,6 +34,7 @@ from shared.messages.pool import (
 )
 from shared.messages.scaling import (
     BlockArrived,
+    BlocksArrived,
     EventState,
     FirstPartialToken,
     PeerSuspect,
@@ -57,6 +58,7 @@ HEARD: tuple[type[Message], ...] = (
     ModelRemoved,
     GatewayLoad,
     BlockArrived,
+    BlocksArrived,
     PullFailed,
     FirstPartialToken,
     PeerSuspect,
@@ -146,7 +148,7 @@ def test_an_operator_who_asks_for_nonsense_is_answered(message: SetInstances) ->
 
 
 @pytest.mark.parametrize(
-    "method", ["on_load", "on_answer", "on_block", "on_gone", "settle", "claim"]
+    "method", ["on_load", "on_answer", "on_blocks", "on_gone", "settle", "claim"]
 )
 @pytest.mark.parametrize(
     "error", [ZeroDivisionError("injected"), AssertionError("injected"), PlanError("injected")]

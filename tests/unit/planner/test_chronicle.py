@@ -28,6 +28,10 @@ def arrival(event: str, block: int, node: str = "node-1") -> BlockArrived:
     )  # fmt: skip
 
 
+def hear(known: Chronicle, message: BlockArrived) -> None:
+    known.on_block(message.event, message.node, message)
+
+
 def counted(at_ns: int, *, queued: int = 0, wanted: int = 1) -> Count:
     return Count(at_ns, queued, running=0, serving=1, granted=1, wanted=wanted)
 
@@ -96,11 +100,11 @@ def test_arrivals_are_bounded_and_the_oldest_event_loses_its_own(
     for event, blocks in (("a", 3), ("b", 6)):
         known.begin(EventId(event))
         for block in range(blocks):
-            known.on_block(arrival(event, block))
+            hear(known, arrival(event, block))
     first, second = known.trail(EventId("a")), known.trail(EventId("b"))
     assert (len(first.arrivals), first.forgotten) == (0, 3)
     assert ([a.block for a in second.arrivals], second.forgotten) == ([0, 1, 2, 3], 2)
-    known.on_block(arrival("unknown", 0))
+    hear(known, arrival("unknown", 0))
     assert known.trail(EventId("unknown")).arrivals == []
 
 
@@ -110,7 +114,7 @@ def test_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     known = Chronicle()
     for event in "abc":
         known.begin(EventId(event))
-        known.on_block(arrival(event, 0))
+        hear(known, arrival(event, 0))
     kept = [len(known.trail(EventId(event)).arrivals) for event in "abc"]
     assert kept == [0, 1, 1]
 
@@ -118,7 +122,7 @@ def test_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_asker_that_knows_more_than_there_is_gets_all() -> None:
     known = Chronicle()
     known.begin(EventId("a"))
-    known.on_block(arrival("a", 0))
+    hear(known, arrival("a", 0))
     assert len(known.trail(EventId("a")).after(1)) == 0
     assert len(known.trail(EventId("a")).after(2)) == 1
 

@@ -9,10 +9,10 @@ from services.planner.core import commands
 from services.planner.core.cluster import REMEMBER_S
 from services.planner.core.commands import Command, Publish
 from services.planner.core.desk import ASK_S
-from services.planner.core.fleet import PACE_S
+from services.planner.core.fleet import PACE_PER_MEMBER_S, PACE_S
 from services.planner.core.machines import BROKEN_S
 from services.planner.core.model import ModelMachine
-from services.planner.core.orders import WAVE_S
+from services.planner.core.orders import WAVE_S, report_s
 from services.planner.core.planner import LOST_S
 from services.planner.core.standing import AVOID_S
 from services.planner.core.stimuli import Asked, Failed, Replied
@@ -41,7 +41,7 @@ from tests.unit.planner.driver import (
     settings,
     thought,
 )
-from tests.unit.planner.scripted import BLOCKS, MODEL, NAME, record
+from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
 
 A, B = NodeId("a"), NodeId("b")
 
@@ -374,6 +374,33 @@ def test_a_new_replica_is_told_at_once_after_a_quiet_time() -> None:
     driver.think()
     driver.wait(0.5)
     assert sets_in(driver.arrived("b", EVERY[-1], "a", event))
+
+
+def test_a_report_of_several_blocks_is_taken_in_at_once() -> None:
+    driver = loading("b", "c")
+    event = driver.event
+    driver.wait(1.0)
+    driver.arrived("b", EVERY[0], "a", event)
+    driver.wait(1.0)
+    driver.arrived_together("b", dict.fromkeys(EVERY[:-1], 0.4), event)
+    assert driver.replicas() == {"a"}
+    driver.arrived_together("b", {EVERY[-1]: 0.0}, event)
+    assert driver.event.bytes_moved == len(EVERY) * BLOCK_BYTES
+    past = driver.core.event(event.id, 0)
+    assert [each.block for each in past.arrivals] == [EVERY[0], *EVERY]
+    machine = driver.core._machines.by_id[MODEL].event
+    assert machine is not None
+    landed = machine._trust._pace._landed
+    since_s = {block: driver.at - landed[NodeId("b"), block] for block in EVERY}
+    assert since_s == pytest.approx(dict.fromkeys(EVERY, 0.4) | {EVERY[0]: 1.0, EVERY[-1]: 0})
+    driver.think()
+    driver.wait(2 * PACE_S)
+    assert driver.replicas() == {"a", "b"}
+
+
+def test_few_targets_report_each_block_and_many_report_several() -> None:
+    assert report_s(8) == 0
+    assert report_s(1000) == 1000 * PACE_PER_MEMBER_S
 
 
 # --- suspects ---

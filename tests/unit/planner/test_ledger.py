@@ -124,7 +124,7 @@ def test_arrivals_of_blocks_say_when_the_first_was_asked_for_and_the_last_was_re
             block=0, source=B, transport="tcp", nbytes=1, started_ns=ns(asked),
             first_byte_ns=ns(asked + 0.05), finished_ns=ns(end), ready_ns=ns(end + 0.1),
         )  # fmt: skip
-        record = arrived(record, message, moved=1)
+        record = arrived(record, [message], moved=1)
     assert record.actual == Timings(asked_s=0.1, first_byte_s=0.15, last_block_s=1.5, ready_s=1.6)
 
 

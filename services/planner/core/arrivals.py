@@ -1,0 +1,30 @@
+"""What a node says of blocks that have come to it, block by block or of several at once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from shared.ids import EventId, Generation, ModelId, NodeId
+from shared.messages.scaling import BlockArrived, BlocksArrived, Landing
+
+
+@dataclass(frozen=True, slots=True)
+class Arrivals:
+    """One report of one node."""
+
+    event: EventId
+    node: NodeId
+    generation: Generation
+    model: ModelId
+    blocks: Sequence[Landing]
+    """At least one."""
+    since_s: Sequence[float]
+    """For how long the node has had each."""
+
+
+def arrivals_of(message: BlockArrived | BlocksArrived) -> Arrivals:
+    event, node, model = message.event, message.node, message.model_id
+    if isinstance(message, BlockArrived):
+        return Arrivals(event, node, message.generation, model, (message,), (0.0,))
+    # Both times are the node's.
+    since_s = [max(0.0, (message.sent_ns - each.ready_ns) / 1e9) for each in message.blocks]
+    return Arrivals(event, node, message.generation, model, message.blocks, since_s)
