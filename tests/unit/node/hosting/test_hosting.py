@@ -265,8 +265,8 @@ async def test_a_model_that_wakes_or_comes_back_is_not_packed_again(
         assert once > 0
         tokens = await up.generate("a", request="before")
         await up.release("a", keep=Tier.HOST)
-        await up.apply("a")
-        await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
+        await up.apply("a", event="wakes")
+        await up.until_arrived("a", ALL, event="wakes")
         assert await up.generate("a", request="after") == tokens
         assert len(packings) == once
         await up.release("a")
