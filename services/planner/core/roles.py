@@ -25,7 +25,7 @@ from services.planner.core.objectives import FULL, Objectives, Work, Z, busy, sl
 from shared.messages.instances import Instance, InstanceState, Role
 
 FIRST_S = 1.0
-"""So long after the first requests, it is first chosen."""
+"""The first choice follows what was best in so many seconds."""
 HOLD_S = 3.0
 """Later, roles follow what was best in so many seconds, and change no sooner."""
 CLOSE = 0.9
@@ -116,15 +116,15 @@ class Choice:
 
     count: int = 0
     _found: deque[tuple[float, int]] = field(default_factory=deque)
-    """What was best at times of the last HOLD_S seconds, and once before."""
+    """What was best at times of the last seconds that count, and once before."""
     _changed_at: float | None = None
 
     def look(self, found: int, at: float) -> int:
         """Takes in what would be best now. Returns how many prefill from now on."""
         self._found.append((at, found))
-        while len(self._found) > 1 and self._found[1][0] <= at - HOLD_S:
-            self._found.popleft()
         hold_s = FIRST_S if self._changed_at is None else HOLD_S
+        while len(self._found) > 1 and self._found[1][0] <= at - hold_s:
+            self._found.popleft()
         known = at - self._found[0][0] >= hold_s
         if known and (self._changed_at is None or at - self._changed_at >= hold_s):
             middle = median_high(number for _, number in self._found)

@@ -161,3 +161,9 @@ def test_roles_follow_what_was_mostly_best_for_a_while() -> None:
     assert choice.look(2, 10.1 + HOLD_S) == 5
     assert choice.look(2, 9.9 + 2 * HOLD_S) == 5, "not so soon again"
     assert choice.look(2, 10.1 + 2 * HOLD_S) == 2
+
+
+def test_the_first_choice_does_not_wait_for_what_was_not_known_before() -> None:
+    choice = Choice()
+    found = {step / 10: choice.look(3 if step >= 100 else 0, step / 10) for step in range(120)}
+    assert 10 < min(at for at, number in found.items() if number) <= 10 + FIRST_S
