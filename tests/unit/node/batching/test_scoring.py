@@ -8,6 +8,7 @@ import pytest
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import Emit, Forward, Path, Sampled, Send
 from services.node.core.rows import Row, Score
+from services.node.core.sequences import ENOUGH, SCORED_POSITIONS
 from shared.errors import BadInput
 from shared.ids import RequestId
 from shared.messages.serving import AttemptFailed, Logprobs, Sampling, Scores, Token
@@ -135,19 +136,16 @@ def test_what_is_to_be_scored_goes_to_the_stage_with_the_head() -> None:
 
 def test_no_more_is_scored_in_a_step_than_a_message_takes() -> None:
     core = batcher(step_tokens=10_000, kv=FakeKv(10_000))
-    prompt = tuple(range(700))
-    queue(
-        core,
-        *(submit(name, WHOLE, prompt=prompt, logprobs=20, score_from=1) for name in "ab"),
-        submit("plain", WHOLE, prompt=prompt),
-    )
+    for name, count in (("a", ENOUGH - 112), ("b", 900)):
+        prompt = tuple(range(count))
+        queue(core, submit(name, WHOLE, prompt=prompt, logprobs=20, score_from=1))
     steps = []
     for _ in range(2):
         work = take(core)
         steps.append(rows(work))
         land_scored(core, work)
-    assert steps[0] == [("a#1", 0, 700), ("b#1", 0, 324), ("plain#1", 0, 700)]
-    assert ("b#1", 324, 376) in steps[1]
+    assert steps[0] == [("a#1", 0, 400), ("b#1", 0, SCORED_POSITIONS - 400)]
+    assert ("b#1", 624, 276) in steps[1]
 
 
 @pytest.mark.parametrize(
