@@ -130,6 +130,8 @@ async def latency(url: str, bare: Bare, direct: Direct, rounds: int) -> bool:
             },
             rounds,
         )
+    ours.close()
+    theirs.close()
     gateway, straight, *_ = found
     added = gateway.minus(straight)
     print(f"  {'added by the gateway':<56}{added}")

@@ -16,6 +16,11 @@ import aiohttp
 from benchmarks.clients.environment import bin_of
 from benchmarks.gateway.model import BENCH
 
+SETTINGS = {
+    "LITELLM_LOG": "ERROR",
+    "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # it would download one
+    "LITELLM_DANGEROUSLY_PERMIT_WEAK_OR_UNSET_MASTER_KEY": "true",  # as ours, which has no key
+}
 PACKAGES = ("litellm[proxy]==1.106.2",)
 CONFIG = """\
 model_list:
@@ -53,11 +58,11 @@ async def litellm(server: str) -> AsyncIterator[Peer]:
             process = await asyncio.create_subprocess_exec(
                 str(program), "--config", str(config), "--host", "127.0.0.1", "--port", str(port),
                 cwd=directory, stdout=log, stderr=log, start_new_session=True,
-                env={**os.environ, "LITELLM_LOG": "ERROR", "LITELLM_TELEMETRY": "False"},
+                env={**os.environ, **SETTINGS},
             )  # fmt: skip
         url = f"http://127.0.0.1:{port}"
         try:
-            await _up(url)
+            await _up(url, process)
             yield Peer(url, process.pid)
         finally:
             with suppress(ProcessLookupError):
@@ -65,7 +70,7 @@ async def litellm(server: str) -> AsyncIterator[Peer]:
             await process.wait()
 
 
-async def _up(url: str) -> None:
+async def _up(url: str, process: asyncio.subprocess.Process) -> None:
     deadline = time.monotonic() + START_S
     async with aiohttp.ClientSession() as session:
         while True:
@@ -73,6 +78,6 @@ async def _up(url: str) -> None:
                 async with session.get(url + LIVE) as response:
                     if response.status == 200:
                         return
-            if time.monotonic() > deadline:
+            if process.returncode is not None or time.monotonic() > deadline:
                 raise TimeoutError(f"litellm's proxy did not start within {START_S:g} s")
             await asyncio.sleep(0.2)
