@@ -124,6 +124,17 @@ class Namespace:
                 preexec_fn=die_with_parent(),  # noqa: PLW1509
             )
 
+    def reset_connections(self) -> None:
+        """Ends every TCP connection of the namespace. The other end gets RST: now, or if that does
+        not reach it, when it next sends something."""
+        with self.entered():
+            subprocess.run(
+                ["ss", "--kill", "--tcp", "state", "connected", "exclude", "time-wait"],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                check=False,
+            )
+
     def close(self) -> None:
         os.close(self.descriptor)
 

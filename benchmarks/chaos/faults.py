@@ -23,9 +23,11 @@ class Kind(enum.Enum):
     PAUSE = "stopped"
     CUT = "cut off"
     SLOW = "on a slow link"
+    RESET = "on an adapter that resets"
+    """Its links go down and up again and again, and all of its connections are reset each time."""
 
 
-LASTING = (Kind.PAUSE, Kind.CUT, Kind.SLOW)
+LASTING = (Kind.PAUSE, Kind.CUT, Kind.SLOW, Kind.RESET)
 SIGNALS = (Kind.KILL, Kind.END, Kind.NOTICE, Kind.PAUSE)
 """What needs no network of its own."""
 

@@ -6,6 +6,7 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from time import monotonic
 
 from benchmarks.chaos.faults import Fault, Kind
 from benchmarks.testbed import Testbed, Wiring, control_address, data_address
@@ -24,6 +25,8 @@ from shared.messages.scaling import ImportModel
 MODEL = ModelName("chaos")
 NODES, GATEWAYS, STANDBYS, NATS_SERVERS = 4, 2, 1, 3
 LINK_MBIT, SLOW_MBIT = 20.0, 0.8
+DOWN_S, UP_S = 0.3, 1.0
+"""How long the links of an adapter that resets are down, and then up."""
 RESTART_S = 1.0
 """Seconds from a death until the process is started again, as the systemd units have it."""
 SETTINGS = {
@@ -57,6 +60,9 @@ class Harness:
 
     async def suffer(self, fault: Fault) -> None:
         """Makes the fault happen. Returns when it is over."""
+        if fault.kind is Kind.RESET:
+            await self._reset_again_and_again(fault)
+            return
         self._strike(fault)
         if fault.kind is Kind.NOTICE:
             with contextlib.suppress(TimeoutError):
@@ -66,6 +72,15 @@ class Harness:
         else:
             await asyncio.sleep(fault.for_s)
         self._relieve(fault)
+
+    async def _reset_again_and_again(self, fault: Fault) -> None:
+        host, bed, until = self._hosts[fault.process], self._network(), monotonic() + fault.for_s
+        while monotonic() < until:
+            bed.cut(host)
+            bed.hosts[host].reset_connections()
+            await asyncio.sleep(DOWN_S)
+            bed.join(host)
+            await asyncio.sleep(UP_S)
 
     def _strike(self, fault: Fault) -> None:
         match fault.kind:

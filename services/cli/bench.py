@@ -48,13 +48,13 @@ processor.
 """
 CHAOS = """\
 Torments a real cluster under load, run after run: in each, a burst of requests makes a model scale
-out, and up to three processes are killed, told to end, stopped, cut off or put on a slow link
-meanwhile; in one run of ten half of the nodes are killed at once. There are three nats-servers, two
-of each other service, four nodes; each process has a host of its own (a network namespace; without
-root and iproute2 the faults of the network are left out). Every answer is compared with what
-transformers says. A request may be refused with a clear error, never lost, hung or wrong; its
-client comes again to another gateway when its own dies. Each run draws its faults from a seed of
-its own: `--runs 1 --seed N` repeats the run with seed N.
+out, and up to three processes are killed, told to end, stopped, cut off, put on a slow link or on
+an adapter that resets again and again; in one run of ten half of the nodes are killed at once.
+There are three nats-servers, two of each other service, four nodes; each process has a host of its
+own (a network namespace; without root and iproute2 the faults of the network are left out). Every
+answer is compared with what transformers says. A request may be refused with a clear error, never
+lost, hung or wrong; its client comes again to another gateway when its own dies. Each run draws its
+faults from a seed of its own: `--runs 1 --seed N` repeats the run with seed N.
 """
 CONTROL_PLANE = """\
 Measures what planner, registry and a gateway cost by the number of nodes: until they know all,
@@ -320,7 +320,7 @@ def _add_chaos(benches: "argparse._SubParsersAction[Any]") -> None:
     parser.add_argument("--tokens", type=count, default=40, help="tokens of each answer (40)")
     parser.add_argument(
         "--lasting", type=amount, default=10.0, metavar="S",
-        help="seconds that a process is stopped, cut off or on a slow link (10)",
+        help="seconds that a process is stopped or cut off, or its link slow or resetting (10)",
     )  # fmt: skip
     parser.add_argument(
         "--silence", type=amount, default=8.0, metavar="S",
