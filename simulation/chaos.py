@@ -72,11 +72,14 @@ class Verdict:
     """The scaling events that ended, and when that was heard."""
 
 
-def play(played: Scenario) -> Verdict:
+def play(
+    played: Scenario, kind: "type[Play] | None" = None, replay: type[Replay] = Replay
+) -> Verdict:
+    """`kind` and `replay`: benchmarks see more of what happens."""
     found = _Found([], [], [])
     with _logged(found.log):
         try:
-            loop.run(_play(played, found), seed=played.seed, limit_s=LIMIT_S)
+            loop.run(_play(played, found, kind or Play, replay), seed=played.seed, limit_s=LIMIT_S)
         except Exception as error:  # whatever it is, the run is meant to find it
             found.log += "".join(traceback.format_exception(error)).splitlines()
             found.violations.append(f"the cluster failed: {_root(error)!r}")
@@ -99,7 +102,7 @@ def _root(error: BaseException) -> BaseException:
     return error
 
 
-async def _play(played: Scenario, found: _Found) -> None:
+async def _play(played: Scenario, found: _Found, kind: "type[Play]", replay: type[Replay]) -> None:
     def unhandled(_: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         found.violations.append(f"not handled: {context.get('exception')!r}, {context['message']}")
 
@@ -112,7 +115,7 @@ async def _play(played: Scenario, found: _Found) -> None:
         await cluster.serving()
         watch.say("begins")
         found.began = now()
-        await Play(played, cluster, watch).run()
+        await kind(played, cluster, watch, replay).run()
 
 
 class Watch:
@@ -278,7 +281,10 @@ class _Asked:
 
 
 class Play:
-    def __init__(self, played: Scenario, cluster: Cluster, watch: Watch) -> None:
+    def __init__(
+        self, played: Scenario, cluster: Cluster, watch: Watch, replay: type[Replay] = Replay
+    ) -> None:
+        self._replay = replay
         self._played = played
         self._cluster = cluster
         self._watch = watch
@@ -347,7 +353,7 @@ class Play:
         asked.tries += 1
         arrival = asked.arrival
         vocab = next(m.vocab for m in self._played.spec.models if m.name == arrival.model)
-        asked.replay = Replay(
+        asked.replay = self._replay(
             RequestId(name if asked.tries == 1 else f"{name}.{asked.tries}"),
             arrival.model,
             self._cluster.model_ids[arrival.model],
