@@ -53,32 +53,16 @@ class Side:
 
     name: str
     cluster: Cluster
-    scraped: tuple[str, ...]
     tokens_s: list[float] = field(default_factory=list)
     cpu_s: list[float] = field(default_factory=list)
 
     def _used_s(self) -> float:
         return sum(cpu_s(process.pid) for process in self.cluster.state.processes)
 
-    async def _scrape(self) -> None:
-        async with aiohttp.ClientSession() as session:
-            while True:
-                for url in self.scraped:
-                    async with session.get(url) as response:
-                        response.raise_for_status()
-                        await response.read()
-                await asyncio.sleep(SCRAPE_S)
-
     async def load(self) -> None:
         """One turn: all streams at once, to their ends."""
         before = self._used_s()
-        scraping = asyncio.create_task(self._scrape())
-        try:
-            came = await streamed(self.cluster.state.gateway_url, STREAMS, TOKENS)
-        finally:
-            if scraping.done():
-                scraping.result()
-            scraping.cancel()
+        came = await streamed(self.cluster.state.gateway_url, STREAMS, TOKENS)
         if came.failed:
             raise SystemExit(f"{self.name}: {came.failed} streams failed: {came.first_failure}")
         self.tokens_s.append(came.events / came.seconds)
@@ -87,6 +71,17 @@ class Side:
     def forget(self) -> None:
         self.tokens_s.clear()
         self.cpu_s.clear()
+
+
+async def scrape(urls: list[str]) -> None:
+    """As Prometheus does, whichever cluster has its turn: each turn has as many as fall into it."""
+    async with aiohttp.ClientSession() as session:
+        while True:
+            for url in urls:
+                async with session.get(url) as response:
+                    response.raise_for_status()
+                    await response.read()
+            await asyncio.sleep(SCRAPE_S)
 
 
 @asynccontextmanager
@@ -132,7 +127,10 @@ async def side(folder: Path, checkpoint: Path, *, observed: bool) -> AsyncIterat
         urls = [f"http://127.0.0.1:{port}/metrics" for port in ports]
         if observed:
             urls.append(f"{cluster.state.gateway_url}/metrics")
-        yield Side("all of them" if observed else "none", cluster, tuple(urls))
+        async with asyncio.TaskGroup() as group:
+            scraping = group.create_task(scrape(urls))
+            yield Side("all of them" if observed else "none", cluster)
+            scraping.cancel()
     finally:
         await cluster.stop()
 
