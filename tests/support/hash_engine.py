@@ -332,7 +332,7 @@ class HashEngine:
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True
 
-    def wait_until_free(self, timeout: float = 10) -> bool:
+    def wait_until_free(self, timeout: float = 120) -> bool:
         """Any thread: until no sequence has KV here."""
         with self._changed:
             return self._changed.wait_for(lambda: not self.sequences, timeout)

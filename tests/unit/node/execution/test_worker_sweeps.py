@@ -17,7 +17,10 @@ LOADING = (
     stages(("c", 0, 3), ("a", 3, BLOCKS)),
     stages(("b", 0, 2), ("a", 2, 4), ("c", 4, BLOCKS)),
 )
-"""Paths of nodes that hold their first blocks, over one that holds all and serves alone too."""
+"""Paths of nodes that hold some blocks, over one that holds all and serves alone too."""
+HOLDS = {"b": (0, 1), "c": (0, 1, 2, 4, 5)}
+"""What they hold for these paths: they would run further blocks themselves, and leave the last one
+of a path to the node that holds all, whenever that is busy."""
 
 
 async def test_paths_of_loading_nodes_share_the_sweeps_of_the_source() -> None:
@@ -25,7 +28,7 @@ async def test_paths_of_loading_nodes_share_the_sweeps_of_the_source() -> None:
         submit(f"r{i}", (WHOLE, *LOADING)[i % 4], prompt=tuple(range(i, i + 5)), max_tokens=25)
         for i in range(16)
     ]
-    async with cluster("a", "b", "c", slots=32, step_tokens=64) as nodes:
+    async with cluster("a", "b", "c", slots=32, step_tokens=64, holds=HOLDS) as nodes:
         gate = nodes.gate("a", "r0", 1)
         attempts = [await nodes.submit(messages[0])]
         await gate.wait()
@@ -47,7 +50,7 @@ async def test_paths_of_loading_nodes_share_the_sweeps_of_the_source() -> None:
 
 @pytest.mark.parametrize("block", [1, 4])
 async def test_a_cancel_in_the_middle_of_a_sweep(block: int) -> None:
-    async with cluster("a", "b", slots=32, step_tokens=64) as nodes:
+    async with cluster("a", "b", slots=32, step_tokens=64, holds=HOLDS) as nodes:
         gate = nodes.gate("a", "gone", 2, block)
         others = [
             await nodes.submit(submit(f"r{i}", path, max_tokens=60))
@@ -83,7 +86,7 @@ async def test_the_load_has_what_is_told() -> None:
 
 
 async def test_a_peer_lost_in_the_middle_of_a_sweep() -> None:
-    async with cluster("a", "b", "c", slots=32, step_tokens=64) as nodes:
+    async with cluster("a", "b", "c", slots=32, step_tokens=64, holds=HOLDS) as nodes:
         gate = nodes.gate("a", "through", 2, 4)
         others = [
             await nodes.submit(submit(f"r{i}", path, max_tokens=60))

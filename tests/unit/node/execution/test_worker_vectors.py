@@ -115,11 +115,12 @@ async def test_a_request_that_is_preempted_begins_its_vector_again(
         "a", kv_capacity={"a": 160}, step_tokens=1, manifest=model.manifest,
         buffers=model.buffers, make_engine=torch_engine,
     ) as nodes:  # fmt: skip
-        grows = await nodes.submit(submit("grows", WHOLE, prompt=LONG[:14], max_tokens=130))
         prompt = LONG[20:120]
-        message = submit("r", WHOLE, prompt=prompt, max_tokens=1, pooling=pooling)
-        attempt = await (await nodes.submit(message)).end()
-        await grows.end()
+        grows, attempt = await nodes.submit_together(
+            submit("grows", WHOLE, prompt=LONG[:14], max_tokens=130),
+            submit("r", WHOLE, prompt=prompt, max_tokens=1, pooling=pooling),
+        )
+        await asyncio.gather(grows.end(), attempt.end())
         assert cut
         assert 16 < cut[0] < len(prompt)
         np.testing.assert_allclose(vector_of(attempt), expected(model, prompt, pooling), atol=CLOSE)
