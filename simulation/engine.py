@@ -17,7 +17,7 @@ import torch
 import xxhash
 
 from services.node.checkpoints.packing import digest
-from services.node.core.kv import movable, pages_of
+from services.node.core.kv import Need, movable
 from services.node.engine.base import (
     Adapter,
     Bell,
@@ -36,6 +36,7 @@ from services.node.execution.activations import DTYPES
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
+from shared.parts import Part
 from simulation.hardware import Hardware
 from simulation.models import Model
 
@@ -119,7 +120,7 @@ class ModelledEngine:
         self._kv = KvCache(kv, torch.device("meta"))
         self._models: dict[ModelId, _Open] = {}
 
-    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
         model = Model.of(manifest)
@@ -128,9 +129,9 @@ class ModelledEngine:
             layers.append(layers[-1] + model.block_layers(block))
         dtype = DTYPES[model.dtype]
         weight = model.nbytes
-        self._kv.open_model(
-            model_id, model.layers, model.kv_heads, model.head_dim, dtype, weight=weight
-        )
+        held = range(layers[part.start], layers[part.stop]) if part else range(0)
+        own = held or range(model.layers)
+        self._kv.open_model(model_id, own, model.kv_heads, model.head_dim, dtype, weight=weight)
         hidden = torch.frombuffer(_ZEROS, dtype=dtype)
         rows = hidden.numel() // model.hidden
         self._models[model_id] = _Open(
@@ -253,7 +254,13 @@ class ModelledEngine:
     def kv_share(self, model_id: ModelId) -> int:
         return self._kv.share(model_id)
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        model = self._models.get(model_id)
+        if model is None or stop > model.manifest.n_blocks:
+            return 1
+        return self._kv.parts(model_id, range(model.layers[start], model.layers[stop]))
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
         return self._kv.free_for(model_id, promised)
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
@@ -282,19 +289,18 @@ class ModelledEngine:
         nothing."""
         stage = part.start, part.stop
         layers = range(model.layers[part.start], model.layers[part.stop])
-        found, wanted = [], 0
+        found, wanted = [], []
         for row in part.rows:
-            sequence = self._kv.find(row.sequence)
+            sequence, end = self._kv.find(row.sequence), row.position + row.count
             if sequence and sequence.runs_on(row, part.start):
-                wanted += pages_of(row.count) - len(sequence.pages) if layers else 0
+                so_far = range(model.layers[sequence.blocks[0]], layers.stop) if layers else layers
+                wanted.append(self._kv.missing(sequence, model_id, so_far, end))
                 found.append(sequence)
                 continue
+            wanted.append(self._kv.missing(sequence, model_id, layers, end))
             if sequence is None and row.position == 0:
                 sequence = KvSequence(row.sequence, model_id, stage, layers, row.limit)
-            known = self._checked(row, sequence, model_id, stage)
-            if layers:
-                wanted += pages_of(row.position + row.count) - len(known.pages)
-            found.append(known)
+            found.append(self._checked(row, sequence, model_id, stage))
         self._kv.require(model_id, wanted)
         self._aboard(part.rows)
         for index, row in enumerate(part.rows):

@@ -22,6 +22,7 @@ from shared.errors import Conflict, LambdaScaleError, TransportError, Unsupporte
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
+from shared.parts import Part
 from shared.story import Transition
 from simulation.engine import ModelledEngine
 from simulation.hardware import Channel
@@ -105,8 +106,10 @@ class ModelledWorker:
             self._steps.close()
             self._end()
 
-    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        self._do(lambda steps: steps.open_model(model_id, manifest))
+    async def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None
+    ) -> None:
+        self._do(lambda steps: steps.open_model(model_id, manifest, part))
         self._open[model_id] = manifest
         self._host.on_open(model_id)
 

@@ -15,7 +15,7 @@ from tests.sim.test_faults import SPEC
 
 MOVES = replace(SPEC, kv_moves="always")
 REQUESTS = tuple(Arrival(1 + 0.02 * number, "model", 30, 200) for number in range(24))
-SWITCH_S = 7.5365
+SWITCH_S = 10.2626
 """When the paths end, and nothing has been read yet."""
 
 

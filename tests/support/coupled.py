@@ -15,6 +15,7 @@ from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request
 from services.node.core import microbatches
 from services.node.core.batching import Batcher
+from services.node.core.kv import Need
 from services.node.core.microbatches import Part
 from services.node.core.sequences import Sequence
 from shared.errors import BusTimeout, CapacityExceeded, LambdaScaleError
@@ -60,7 +61,10 @@ class AmpleKv:
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        return 1
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
         return self.kv_capacity - self.kv_used - sum(promised.values())
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.node.core.kv import whole_pages
+from services.node.core.kv import Need, whole_pages
 from services.node.engine.base import (
     Adapter,
     Bell,
@@ -35,6 +35,7 @@ from shared.errors import (
 )
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import BlockSpec, Manifest
+from shared.parts import Part
 
 HIDDEN = 4
 VOCAB = 251
@@ -230,7 +231,7 @@ class HashEngine:
         """Sequences whose rules were made."""
         self._changed = threading.Condition()
 
-    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
 
@@ -323,7 +324,10 @@ class HashEngine:
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        return 1
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
         return self.kv_capacity - self.kv_used - sum(promised.values())
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:

@@ -19,6 +19,11 @@ def whole_pages(positions: int) -> int:
     return pages_of(positions) * PAGE
 
 
+Need = tuple[ModelId, int]
+"""What a sequence takes: (its model, into how many parts a page is divided for it). See
+`Kv.kv_parts`."""
+
+
 class KvPages(Protocol):
     """Whole pages of one sequence's KV that are copied to another node, or from there. `read` and
     `fill` may be called on any thread, and raise NotFound once the pages are gone."""
@@ -80,9 +85,14 @@ class Kv(Protocol):
         """Positions that the model can have however much other models need. 0: it is not open, or
         keeps no KV."""
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
-        """Positions that sequences of the model can still take, if those of other models take these
-        numbers of positions more."""
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        """Sequences that have KV in blocks start <= block < stop only share a page with others of
+        their kind: into how many parts it is divided. 1: a sequence needs a page of its own. So it
+        is if the model is not open, or has no KV in these blocks."""
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
+        """Positions of whole pages that sequences of the model can still take, if sequences take
+        what is promised, positions for each need. Below 0: that is more than there is."""
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
         """`wanted`: for how many positions sequences of each model wait. Models that have more than

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable
 from typing import Protocol
 
-from services.node.core.kv import PAGE, Kv, whole_pages
+from services.node.core.kv import PAGE, Kv, Need, whole_pages
 from services.node.core.microbatches import Path
 from services.node.core.rows import SequenceKey, request_of
 from shared.errors import CapacityExceeded
@@ -76,15 +76,21 @@ class Room:
         self._kv = kv
         self._claims = claims
 
-    def free_kv(self, model_id: ModelId) -> int:
-        """Positions that the model can still take, less those that the sequences here will soon
-        take. Below 0: they will take more than there is. Sequences that wait are left out."""
-        promised: Counter[ModelId] = Counter()
+    def free_kv(self, model_id: ModelId, new: Claim | None = None) -> int:
+        """Positions of whole pages that the model can still take, less what the sequences here will
+        soon take, and what `new` takes. Below 0: they will take more than there is. Sequences that
+        wait are left out."""
+        promised: Counter[Need] = Counter()
         for claim in self._claims():
             if not claim.waits:
-                promised[claim.path.model_id] += max(0, claim.kv_soon - claim.kv_taken)
-        own = promised.pop(model_id, 0)
-        return self._kv.kv_free(model_id, promised) - own
+                promised[self._need(claim)] += max(0, claim.kv_soon - claim.kv_taken)
+        if new is not None:
+            promised[self._need(new)] += new.kv_soon
+        return self._kv.kv_free(model_id, promised)
+
+    def _need(self, claim: Claim) -> Need:
+        model_id, stage = claim.path.model_id, claim.path.stages[claim.stage]
+        return model_id, self._kv.kv_parts(model_id, stage.start, stage.stop)
 
     def check(self, claim: Claim, replaced: Collection[SequenceKey] = ()) -> None:
         """CapacityExceeded if there is no room for one more sequence. `replaced`: sequences that
@@ -117,8 +123,8 @@ class Room:
                 f"node {self._node} runs {account.alone} sequences alone, and others on paths that "
                 f"take {account.on_paths:.1f} slots: that is all it takes, submit elsewhere"
             )
-        at_once = claim.kv_soon if stages > 1 or claim.on_trial else 0
-        if waiting + at_once > self.free_kv(model_id):
+        at_once = stages > 1 or claim.on_trial
+        if waiting > self.free_kv(model_id, claim if at_once else None):
             raise CapacityExceeded(
                 f"node {self._node} has no KV cache left for request {request_of(claim.key)}: "
                 f"submit elsewhere"

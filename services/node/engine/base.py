@@ -14,6 +14,7 @@ from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.serving import Logprobs
+from shared.parts import Part
 
 __all__ = [
     "Adapter",
@@ -120,9 +121,10 @@ class Sweep(Protocol):
 class Engine(Kv, Protocol):
     """Not thread-safe: every method is called on the engine thread."""
 
-    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
-        """Prepares for the model's blocks (reads the config, makes RoPE tables). UnsupportedModel
-        names what is not supported."""
+    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+        """Prepares for the model's blocks (reads the config, makes RoPE tables). `part`: no other
+        blocks will come, so pages for KV have its layers only. None: all may come.
+        UnsupportedModel names what is not supported."""
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Prepares what an open model's first steps would wait for, one piece at each step of the

@@ -12,7 +12,7 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.kv import PAGE, movable
+from services.node.core.kv import PAGE, Need, movable
 from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.base import Context, SequenceKey, Weights
@@ -22,7 +22,7 @@ from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
-from services.node.engine.model import Model, Network
+from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.processors import Processor, Processors
 from services.node.engine.ranks import LeadDecoder, Ranks
 from services.node.engine.share import WHOLE, check_divides
@@ -36,6 +36,7 @@ from services.node.memory.shelf import Shelf
 from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
+from shared.parts import Part
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import Capture
@@ -98,7 +99,7 @@ class TorchEngine:
         if threads:
             torch.set_num_threads(threads)
 
-    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
         config = read_config(manifest.config)
@@ -110,14 +111,14 @@ class TorchEngine:
                 network = Encoder(config, dtype, self._device)
             else:
                 network = TextEncoder(config, dtype, self._device)
-            self._kv.open_model(model_id, config.n_layers, 0, 0, dtype)
+            self._kv.open_model(model_id, range(config.n_layers), 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None
             if self._ranks is not None:
                 check_divides(self._ranks.share.of, config, dtype)
             self._kv.open_model(
                 model_id,
-                config.n_layers,
+                layers_of(manifest, config, part) or range(config.n_layers),
                 config.n_kv_heads,
                 config.head_dim,
                 kv_dtype(dtype, fused or compiled is not None),
@@ -310,7 +311,13 @@ class TorchEngine:
     def kv_share(self, model_id: ModelId) -> int:
         return self._kv.share(model_id)
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        model = self._models.get(model_id)
+        if model is None or stop > model.manifest.n_blocks:
+            return 1
+        return self._kv.parts(model_id, model.layers_with_kv(start, stop))
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
         return self._kv.free_for(model_id, promised)
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:

@@ -13,9 +13,16 @@ changes, which graphs have recorded. A slab looks like this to its model:
 A page number counts pieces of memory as large as one layer's part of a page, over the whole memory.
 It is where the page's part of layer 0 lies. The part of layer l lies l x n pieces on, in all slabs:
 that is a tensor whose layers overlap. A model uses only the first n numbers of each of its slabs.
+
+A sequence that has KV in a few layers takes parts of pages, whose other parts other sequences take
+(`Pages`). A part of w layers is the pieces p, p + n, ... p + (w - 1) x n of a slab, and its number
+is p. The sequence's first layer a lies in p. So its page has the number p - a x n: the part of its
+layer l lies where that of any page with this number would. Such a number may be less than the first
+one of the slab. So the memory begins with a slab that no model has and nobody writes to.
 """
 
 from array import array
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -23,14 +30,16 @@ from typing import NamedTuple
 
 import torch
 
-from services.node.core.kv import PAGE, pages_of
-from services.node.core.kv_slabs import NOTHING, Slabs
+from services.node.core.kv import PAGE, Need, pages_of
+from services.node.core.kv_slabs import Slabs
 from services.node.engine.base import Row, SequenceKey
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import NO_ADAPTER, ModelId
+
+NO_NEEDS: Mapping[Need, int] = {}
 
 
 class Run(NamedTuple):
@@ -54,6 +63,10 @@ class KvSequence:
     """The most positions that the sequence may reach."""
     adapter: ModelId = NO_ADAPTER
     """The id of the adapter that its KV is computed with; empty: none."""
+    parts: int = 1
+    """Each of its pages is one of so many parts of a page."""
+    shift: int = 0
+    """What the numbers of its pages are less than those of the memory that they take."""
     pages: list[int] = field(default_factory=list)
     length: int = 0
     """Positions in the cache, or about to be written."""
@@ -92,7 +105,12 @@ class KvSequence:
 class _Model:
     """A model's part of the cache."""
 
-    tensor: torch.Tensor
+    memory: torch.Tensor
+    """The memory of all models, in the model's data type."""
+    layers: range
+    """Those that a page has."""
+    heads: tuple[int, int]
+    """(KV heads, head_dim)"""
     pages: Pages
     page_bytes: int
     """The bytes of a page in all layers. 0: the model keeps no KV."""
@@ -101,6 +119,33 @@ class _Model:
     """What the bytes of its pages mean."""
     views: dict[range, torch.Tensor] = field(default_factory=dict)
     loans: set[KvLoan] = field(default_factory=set)
+
+    def view(self, layers: range) -> torch.Tensor:
+        """See `KvCache.of_layers`."""
+        if layers not in self.views:
+            self.views[layers] = self._view(layers)
+        return self.views[layers]
+
+    def _view(self, layers: range) -> torch.Tensor:
+        heads, head_dim = self.heads
+        slot = 2 * heads * head_dim
+        if not slot:
+            return self.memory.new_empty((len(layers), 0, 2, heads, head_dim))
+        layer, all_slots = self.pages.per_slab * PAGE, self.memory.numel() // (PAGE * slot) * PAGE
+        first = self.shift(layers) * PAGE
+        return self.memory.as_strided(
+            (len(layers), all_slots - first - (len(layers) - 1) * layer, 2, heads, head_dim),
+            (layer * slot, slot, heads * head_dim, head_dim, 1),
+            first * slot,
+        )
+
+    def shift(self, layers: range) -> int:
+        """How many pieces after a page's first one its part of the first of these layers lies."""
+        return (layers.start - self.layers.start) * self.pages.per_slab
+
+    def parts(self, layers: range) -> int:
+        """Into how many parts a page is divided for sequences that have KV in these layers."""
+        return len(self.layers) // len(layers) if layers else 1
 
 
 class KvCache:
@@ -137,8 +182,11 @@ class KvCache:
     @property
     def used(self) -> int:
         """How much of `capacity` is in pages that sequences use."""
-        used = sum(len(model.pages.readers) * model.page_bytes for model in self._models.values())
-        return used // self._unit * PAGE
+        used = sum(
+            model.pages.used_layers * (model.page_bytes // len(model.layers))
+            for model in self._models.values()
+        )
+        return -(-used // self._unit) * PAGE
 
     def share(self, model_id: ModelId) -> int:
         """Positions that the model can have while all models need more than they have."""
@@ -149,35 +197,45 @@ class KvCache:
         """Positions that the model has room for if it has all the memory."""
         return self._slabs.count * self._models[model_id].pages.per_slab * PAGE
 
-    def free_for(self, model_id: ModelId, promised: Mapping[ModelId, int] = NOTHING) -> int:
-        """Positions that the model's sequences can still take. `promised`: positions that sequences
-        of other models will soon take."""
+    def parts(self, model_id: ModelId, layers: range) -> int:
+        """Into how many parts a page is divided for sequences that have KV in these layers only."""
+        model = self._models.get(model_id)
+        return model.parts(layers) if model else 1
+
+    def free_for(self, model_id: ModelId, promised: Mapping[Need, int] = NO_NEEDS) -> int:
+        """Positions of whole pages that the model's sequences can still take, if what is promised
+        is taken. Below 0: it will be more than there is."""
         model = self._models.get(model_id)
         if model is None or not model.page_bytes:
             return 0
-        slabs = {other: self._slabs_for(other, count) for other, count in promised.items()}
+        pages: Counter[ModelId] = Counter()
+        for (each, parts), positions in promised.items():
+            if (found := self._models.get(each)) and found.page_bytes:
+                pages[each] += found.pages.pages_for(pages_of(positions), parts)
+        own = pages.pop(model_id, 0)
+        slabs = {other: self._slabs_for(other, count) for other, count in pages.items()}
         more = max(0, self._slabs.takeable(model_id, slabs))
-        return (model.pages.available + more * model.pages.per_slab) * PAGE
+        return (model.pages.available + more * model.pages.per_slab - own) * PAGE
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
         """Lets models that have more than their share vacate memory for the sequences of others
         that wait: positions by model, of all models for which sequences wait."""
-        slabs = {model: self._slabs_for(model, count) for model, count in wanted.items()}
+        slabs = {model: self._slabs_for(model, pages_of(n)) for model, n in wanted.items()}
         for slab in self._slabs.want(slabs):
             self._vacate(slab)
 
-    def _slabs_for(self, model_id: ModelId, positions: int) -> int:
-        """How many more slabs the model needs to have room for `positions` more."""
+    def _slabs_for(self, model_id: ModelId, pages: int) -> int:
+        """How many more slabs the model needs to have room for `pages` more."""
         model = self._models.get(model_id)
         if model is None or not model.page_bytes:
             return 0
-        more = pages_of(positions) - model.pages.available
+        more = pages - model.pages.available
         return max(0, -(-more // model.pages.per_slab))
 
     def open_model(
         self,
         model_id: ModelId,
-        n_layers: int,
+        layers: range,
         n_kv_heads: int,
         head_dim: int,
         dtype: torch.dtype,
@@ -185,40 +243,38 @@ class KvCache:
         weight: int = 1,
         erased: bool = False,
     ) -> None:
-        """Gives the model a share of the memory, by `weight`. On a CPU only pages that are used
-        become resident. CapacityExceeded if too little memory is left for it, or for its share.
+        """Gives the model a share of the memory, by `weight`. `layers`: those that may be run
+        here. On a CPU only pages that are used become resident. CapacityExceeded if too little
+        memory is left for it, or for its share.
 
         `erased`: what an earlier sequence left in the page in which a sequence ends is erased,
         because attention reads that page whole, and a mask gives a foreign value no weight only if
         the value is finite.
         """
-        piece = PAGE * 2 * n_kv_heads * head_dim * dtype.itemsize
+        heads, piece = (n_kv_heads, head_dim), PAGE * 2 * n_kv_heads * head_dim * dtype.itemsize
         if not piece:
-            nothing = torch.empty((n_layers, 0, 2, 0, 0), dtype=dtype, device=self._device)
-            self._models[model_id] = _Model(nothing, Pages(0, lambda _: 0), 0, erased, "")
+            nothing = torch.empty(0, dtype=dtype, device=self._device)
+            pages = Pages(0, len(layers), lambda _: 0)
+            self._models[model_id] = _Model(nothing, layers, heads, pages, 0, erased, "")
             return
         if self._memory is None:
-            self._lay_out(n_layers * piece)
+            self._lay_out(len(layers) * piece)
         assert self._memory is not None
         exact = self._slab_bytes % piece == 0
-        per_slab = (self._slab_bytes // piece - (not exact)) // n_layers
+        per_slab = (self._slab_bytes // piece - (not exact)) // len(layers)
         if per_slab <= 0 and self._budget:
             raise CapacityExceeded(
-                f"a page of KV cache of model {model_id} takes {n_layers * piece} bytes, and the "
-                f"memory is divided in pieces of {self._slab_bytes}: raise node.kv_bytes"
+                f"a page of KV cache of model {model_id} takes {len(layers) * piece} bytes, and "
+                f"the memory is divided in pieces of {self._slab_bytes}: raise node.kv_bytes"
             )
         self._slabs.open(model_id, weight)
-        values = self._memory.view(dtype)
-        slot = 2 * n_kv_heads * head_dim
-        layer = per_slab * PAGE * slot
-        slots = (self._memory.numel() // piece - (n_layers - 1) * per_slab) * PAGE
-        tensor = values.as_strided(
-            (n_layers, slots, 2, n_kv_heads, head_dim),
-            (layer, slot, n_kv_heads * head_dim, head_dim, 1),
+        pages = Pages(
+            per_slab, len(layers), lambda slab: -(-(slab + 1) * self._slab_bytes // piece)
         )
-        pages = Pages(per_slab, lambda slab: -(-slab * self._slab_bytes // piece))
         form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}"
-        self._models[model_id] = _Model(tensor, pages, n_layers * piece, erased, form)
+        self._models[model_id] = _Model(
+            self._memory.view(dtype), layers, heads, pages, len(layers) * piece, erased, form
+        )
 
     def _lay_out(self, page: int) -> None:
         """Takes the memory. `page`: bytes of a page of the first model."""
@@ -227,8 +283,10 @@ class KvCache:
             nbytes = pages_of(self._budget) * page
         else:
             count, nbytes = self._budget.slabs(page)
+        if self._device.type == "cuda" and count > 1:  # memory takes room there even if not used
+            count -= 1
         try:
-            self._memory = self._allocate(count * nbytes)
+            self._memory = self._allocate((count + 1) * nbytes)
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the memory for KV caches, {count * nbytes} bytes, cannot be allocated: lower "
@@ -247,17 +305,11 @@ class KvCache:
         if not any(model.page_bytes for model in self._models.values()):
             self._memory, self._slabs = None, Slabs(0)
 
-    def tensor(self, model_id: ModelId) -> torch.Tensor:
-        """The cache, [layers, slots, 2, kv heads, head_dim], where index 0 of the third dimension
-        holds keys and 1 values. Page i is slots i * PAGE up to (i + 1) * PAGE."""
-        return self._models[model_id].tensor
-
     def of_layers(self, model_id: ModelId, layers: range) -> torch.Tensor:
-        """The cache of these layers, [len(layers), slots, 2, kv heads, head_dim]; see `tensor`."""
-        model = self._models[model_id]
-        if layers not in model.views:
-            model.views[layers] = model.tensor[layers.start : layers.stop]
-        return model.views[layers]
+        """The cache of these layers, [len(layers), slots, 2, kv heads, head_dim], where index 0 of
+        the third dimension holds keys and 1 values. Page i is slots i * PAGE up to (i + 1) *
+        PAGE."""
+        return self._models[model_id].view(layers)
 
     def uses(self, adapter: ModelId) -> bool:
         """Whether a sequence has KV that is computed with the adapter."""
@@ -279,10 +331,17 @@ class KvCache:
         if model_id not in self._models:
             raise NotFound(f"model {model_id} has no KV cache: open it first")
         sequence = KvSequence(key, model_id, blocks, layers, limit, adapter)
+        self._place(sequence, layers)
         # With an adapter the same tokens have other KV.
         sequence.digest = adapter.encode()
         self._sequences[key] = sequence
         return sequence
+
+    def _place(self, sequence: KvSequence, layers: range) -> None:
+        """Says which parts of pages the sequence takes from now on."""
+        if layers:
+            model = self._models[sequence.model_id]
+            sequence.parts, sequence.shift = model.parts(layers), model.shift(layers)
 
     def adopt(self, sequence: KvSequence, tokens: tuple[int, ...]) -> int:
         """Gives a sequence that has just started the cached pages of `tokens`, without the page of
@@ -317,9 +376,9 @@ class KvCache:
         model = self._models[sequence.model_id]
         pages = tuple(sequence.pages[first // PAGE : stop // PAGE])
         for page in pages:
-            model.pages.read(page)
-        tensor = self.of_layers(sequence.model_id, layers)
-        loan = KvLoan(sequence.model_id, pages, tensor, f"{len(layers)} x {model.form}")
+            model.pages.read(page + sequence.shift)
+        form = f"{len(layers)} x {model.form}"
+        loan = KvLoan(sequence.model_id, pages, sequence.shift, model.view(layers), form)
         model.loans.add(loan)
         return loan
 
@@ -330,15 +389,28 @@ class KvCache:
             return
         model.loans.remove(loan)
         for page in reversed(loan.pages):
-            self._give_back(model.pages, page)
+            self._give_back(model.pages, page + loan.shift)
 
-    def require(self, model_id: ModelId, pages: int) -> None:
-        """CapacityExceeded if the model can take fewer pages."""
-        if pages and pages * PAGE > (free := self.free_for(model_id)):
+    def missing(
+        self, sequence: KvSequence | None, model_id: ModelId, layers: range, end: int
+    ) -> tuple[int, int]:
+        """What a sequence that has KV in these layers lacks for `end` positions: (into how many
+        parts its pages are divided, how many such parts). None: it has not begun."""
+        parts = self.parts(model_id, layers)
+        has = len(sequence.pages) if sequence and sequence.parts == parts else 0
+        return parts, max(0, pages_of(end) - has) if layers else 0
+
+    def require(self, model_id: ModelId, wanted: Iterable[tuple[int, int]]) -> None:
+        """CapacityExceeded if the model cannot take all these parts of pages (`missing`)."""
+        pages: Counter[Need] = Counter()
+        for parts, count in wanted:
+            pages[model_id, parts] += count
+        more = self.free_for(model_id, {need: count * PAGE for need, count in pages.items()})
+        if pages.total() and more < 0:
             raise CapacityExceeded(
-                f"{pages * PAGE} more positions of KV cache are needed, {free} of "
-                f"{self.longest(model_id)} are free: wait for running sequences to end, or raise "
-                f"node.kv_bytes"
+                f"{pages.total() * PAGE} more positions of KV cache are needed, "
+                f"{self.free_for(model_id)} of {self.longest(model_id)} are free: wait for running "
+                f"sequences to end, or raise node.kv_bytes"
             )
 
     def extend(self, sequence: KvSequence, count: int, proposed: int = 0) -> None:
@@ -358,13 +430,31 @@ class KvCache:
         """The stage that began the sequence goes on to block `stop`, so that it has these layers.
         Its positions stay the same. CapacityExceeded changes nothing."""
         new = range(sequence.layers.stop if sequence.layers else layers.start, layers.stop)
-        pages = pages_of(sequence.length) - len(sequence.pages)
-        if new and pages:
-            sequence.pages += self._take(sequence, pages)
-        if new and self._models[sequence.model_id].erased:
+        if new:
+            self._move(sequence, layers)
+        if new and sequence.pages and self._models[sequence.model_id].erased:
             last = sequence.pages[-1] * PAGE
             self.of_layers(sequence.model_id, new)[:, last : last + PAGE].zero_()
         sequence.blocks, sequence.layers = (sequence.blocks[0], stop), layers
+
+    def _move(self, sequence: KvSequence, layers: range) -> None:
+        """Gives the sequence pages that have these layers, and copies what it has so far."""
+        model, had, shift = self._models[sequence.model_id], sequence.pages, sequence.shift
+        parts, new = sequence.parts, model.parts(layers)
+        if sequence.layers and new == parts:
+            return
+        sequence.pages = []
+        self._place(sequence, layers)
+        try:
+            sequence.pages = self._take(sequence, pages_of(sequence.length))
+        except CapacityExceeded:
+            sequence.pages, sequence.parts, sequence.shift = had, parts, shift
+            raise
+        for layer in model.view(sequence.layers) if had else ():
+            paged = layer.unflatten(0, (-1, PAGE))
+            paged[sequence.pages] = paged[had]
+        for page in reversed(had):
+            self._give_back(model.pages, page + shift)
 
     def truncate(self, sequence: KvSequence, length: int) -> None:
         """Takes back the proposed positions from `length` on. The sequence keeps their pages, since
@@ -391,18 +481,20 @@ class KvCache:
                 sequence.live = False
                 self.changes += 1
                 for page in reversed(sequence.pages):
-                    self._give_back(self._models[sequence.model_id].pages, page)
+                    pages = self._models[sequence.model_id].pages
+                    self._give_back(pages, page + sequence.shift)
 
     def _take(self, sequence: KvSequence, count: int) -> list[int]:
         """Free pages first, then those of further slabs, then those of cached prefixes: the
         model's own, unless it has less than its share of the slabs."""
-        model_id = sequence.model_id
-        self.require(model_id, count)
+        model_id, parts, shift = sequence.model_id, sequence.parts, sequence.shift
+        self.require(model_id, [(parts, count)])
         pages = self._models[model_id].pages
-        while pages.free < count and (slab := self._slabs.take(model_id)) is not None:
+        whole = pages.pages_for(count, parts)
+        while pages.free < whole and (slab := self._slabs.take(model_id)) is not None:
             pages.add_slab(slab)
-        below = pages.available + count < self.share(model_id) // PAGE
-        while (pages.free if below else pages.available) < count:
+        below = pages.available + whole < self.share(model_id) // PAGE
+        while (pages.free if below else pages.available) < whole:
             found = self._slabs.unused(model_id)
             if found is None:
                 break
@@ -411,10 +503,11 @@ class KvCache:
             slab = self._slabs.take(model_id)
             assert slab is not None
             pages.add_slab(slab)
-        new = pages.take(count, sequence.pages[-1] if sequence.pages else None)
+        after = sequence.pages[-1] + shift if sequence.pages else None
+        new = pages.take(count, after, parts)
         for page in new:
             self._slabs.begin(pages.slab_of(page))
-        return new
+        return [page - shift for page in new]
 
     def _give_back(self, pages: Pages, page: int) -> None:
         slab = pages.slab_of(page)

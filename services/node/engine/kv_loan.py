@@ -21,12 +21,18 @@ from shared.ids import ModelId
 
 class KvLoan:
     def __init__(
-        self, model_id: ModelId, pages: tuple[int, ...], layers: torch.Tensor, form: str
+        self,
+        model_id: ModelId,
+        pages: tuple[int, ...],
+        shift: int,
+        layers: torch.Tensor,
+        form: str,
     ) -> None:
-        """`layers`: the cache of the layers that are lent, see `KvCache.of_layers`. `form`: what
-        the bytes mean, which must be the same on both nodes."""
+        """`pages`, `shift`: see `KvSequence`. `layers`: the cache of the layers that are lent, see
+        `KvCache.of_layers`. `form`: what the bytes mean, which must be the same on both nodes."""
         self.model_id = model_id
         self.pages = pages
+        self.shift = shift
         self.form = form
         self.written: Event | None = None
         """Comes once everything that was begun before the loan is done. None: it is."""

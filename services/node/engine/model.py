@@ -15,6 +15,7 @@ from services.node.engine.pooling import Sums
 from services.node.engine.processors import Processors
 from services.node.engine.step import Step
 from shared.layout import BlockSpec, Manifest
+from shared.parts import Part
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import DecodeGraphs
@@ -65,6 +66,13 @@ class Network(Protocol):
         """As in sampling.py, of logits from `head`."""
 
 
+def layers_of(manifest: Manifest, config: AnyConfig, part: Part | None) -> range:
+    """The layers of a part of the model, counted from 0. None: of all of it."""
+    blocks, (start, stop) = manifest.blocks, (part.start, part.stop) if part else (0, 0)
+    first, last = blocks[start].first_unit, blocks[stop - 1].last_unit
+    return range(max(first - 1, 0), min(last, config.n_layers))
+
+
 @dataclass(frozen=True, slots=True)
 class Model:
     manifest: Manifest
@@ -76,10 +84,7 @@ class Model:
 
     def layers(self, start: int, stop: int) -> range:
         """The layers of blocks start <= block < stop, counted from 0."""
-        blocks, n_layers = self.manifest.blocks, self.network.config.n_layers
-        return range(
-            max(blocks[start].first_unit - 1, 0), min(blocks[stop - 1].last_unit, n_layers)
-        )
+        return layers_of(self.manifest, self.network.config, Part(start, stop))
 
     def layers_with_kv(self, start: int, stop: int) -> range:
         return self.layers(start, stop) if self.network.keeps_kv else range(0)

@@ -10,6 +10,10 @@ pages back first, so that the end of a prefix goes before its beginning.
 Placement: neighbouring pages are read as one strided view (attention.py). So the next page of a
 sequence is the one after its last, if that is free. Otherwise it is in the middle of the longest
 free run, far from the sequences on both sides, which grow too; in a short run, at its beginning.
+
+Parts: a sequence that has KV in a few layers takes no page of all layers. For it, a page is divided
+into equal parts, each for as many layers, which different sequences use. The page is whole again
+once no part of it is used. A number stands for a page or for a part: see kv.py.
 """
 
 from collections import Counter, OrderedDict
@@ -73,13 +77,21 @@ class Pages:
     """Which pages of a model are free, used or cached. A slab that belongs to the model has
     `per_slab` pages, which are neighbours."""
 
-    def __init__(self, per_slab: int, first_of: Callable[[int], int]) -> None:
-        """`first_of`: the first page of a slab."""
+    def __init__(self, per_slab: int, layers: int, first_of: Callable[[int], int]) -> None:
+        """`layers`: that a page has. `first_of`: the first page of a slab."""
         self.per_slab = per_slab
+        self.layers = layers
         self._first_of = first_of
         self._slab_of: dict[int, int] = {}
         """The slab of each page that the model may use."""
         self._free = FreePages()
+        self._divided: dict[int, int] = {}
+        """Into how many parts pages are divided. In `_parts_used`, how many of these are used."""
+        self._parts_used: Counter[int] = Counter()
+        self._page_with: dict[int, int] = {}
+        """The page that each part belongs to."""
+        self._free_parts: dict[int, dict[int, None]] = {}
+        """Free parts, by how many a page has, the ones to be taken first in front."""
         self._closed: set[int] = set()
         """Slabs in which no page is taken any more."""
         self.readers: Counter[int] = Counter()
@@ -100,6 +112,21 @@ class Pages:
         """Number of those in which nothing is cached."""
         return self._free.count
 
+    @property
+    def used_layers(self) -> int:
+        """Layers of all pages and parts that sequences use."""
+        parts = sum(
+            used * (self.layers // self._divided[p]) for p, used in self._parts_used.items()
+        )
+        whole = len(self.readers) - self._parts_used.total()
+        return whole * self.layers + parts
+
+    def pages_for(self, count: int, parts: int) -> int:
+        """How many free pages it takes to have `count` pages, or this many parts."""
+        if parts == 1:
+            return count
+        return max(0, -(-(count - len(self._free_parts.get(parts, ()))) // parts))
+
     def add_slab(self, slab: int) -> None:
         first = self._first_of(slab)
         self._slab_of.update(dict.fromkeys(range(first, first + self.per_slab), slab))
@@ -114,6 +141,8 @@ class Pages:
             self._evict(page)
         for page in range(first, stop):
             self._forget(page)
+            for part in self._parts_of(page):
+                self._free_parts[self._divided[page]].pop(part, None)
         self._free.withdraw(first, stop)
         self._closed.add(slab)
 
@@ -133,19 +162,67 @@ class Pages:
         return min(empty) if empty else next(slab for slab in cached if slab in some)
 
     def slab_of(self, page: int) -> int:
-        return self._slab_of[page]
+        """Of a page or a part."""
+        return self._slab_of[self._page_with.get(page, page)]
 
-    def take(self, count: int, after: int | None) -> list[int]:
-        """Pages for one sequence, `after` its last. The caller has checked that there are
-        enough."""
-        if count > self._free.count:
-            wanted = max(count - self._free.count, EVICTED_TOGETHER)
+    def take(self, count: int, after: int | None, parts: int = 1) -> list[int]:
+        """Pages for one sequence, or such parts of pages, `after` its last. The caller has checked
+        that there are enough."""
+        whole = self.pages_for(count, parts)
+        if whole > self._free.count:
+            wanted = max(whole - self._free.count, EVICTED_TOGETHER)
             for _ in range(min(wanted, len(self._idle))):
                 self._evict(next(iter(self._idle)))
-        pages = self._free.take(count, after)
+        if parts == 1:
+            pages = self._free.take(count, after)
+        else:
+            self._divide(self._free.take(whole, None), parts)
+            pages = self._take_parts(count, after, parts)
         for page in pages:
             self.readers[page] = 1
         return pages
+
+    def _divide(self, pages: Iterable[int], parts: int) -> None:
+        pages = tuple(pages)
+        step = self.layers // parts * self.per_slab
+        free = self._free_parts.setdefault(parts, {})
+        for first in range(0, parts * step, step):
+            free.update(dict.fromkeys(page + first for page in pages))
+            self._page_with.update({page + first: page for page in pages})
+        self._divided.update(dict.fromkeys(pages, parts))
+
+    def _take_parts(self, count: int, after: int | None, parts: int) -> list[int]:
+        free, taken = self._free_parts[parts], list[int]()
+        for _ in range(count):
+            part = -1 if after is None else after + 1
+            if part not in free:
+                part = next(iter(free))
+            del free[part]
+            self._parts_used[self._page_with[part]] += 1
+            taken.append(part)
+            after = part
+        return taken
+
+    def _parts_of(self, page: int) -> range:
+        """Empty: the page is not divided."""
+        parts = self._divided.get(page, 0)
+        step = self.layers // max(1, parts) * self.per_slab
+        return range(page, page + parts * step, step)
+
+    def _give_part_back(self, part: int) -> None:
+        page = self._page_with[part]
+        parts, closed = self._divided[page], self._slab_of[page] in self._closed
+        if not closed:
+            self._free_parts[parts][part] = None
+        self._parts_used[page] -= 1
+        if self._parts_used[page]:
+            return
+        for each in self._parts_of(page):
+            self._free_parts[parts].pop(each, None)
+            del self._page_with[each]
+        del self._parts_used[page], self._divided[page]
+        if not closed:
+            self._free.add(page, page + 1)
 
     def find(self, digest: bytes) -> int | None:
         """The cached page of these tokens."""
@@ -163,7 +240,9 @@ class Pages:
         if self.readers[page]:
             return False
         del self.readers[page]
-        if page in self._prefix_of:
+        if page in self._page_with:
+            self._give_part_back(page)
+        elif page in self._prefix_of:
             self._idle[page] = None
         elif self._slab_of[page] not in self._closed:
             self._free.add(page, page + 1)

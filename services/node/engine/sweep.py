@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from services.node.core.kv import pages_of
 from services.node.engine.adapters import Adapter
 from services.node.engine.attention import Span
 from services.node.engine.base import (
@@ -256,8 +255,8 @@ class TorchSweep:
         """Starts the sequences that begin here, and takes pages for every row."""
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
-            ends = {row.sequence: row.position + row.count for row in part.rows}
-            wanted = sum(self._pages_wanted(key, end) for key, end in ends.items())
+            rows = {row.sequence: row for row in part.rows}
+            wanted = [self._missing(row, part, model) for row in rows.values()]
             self._kv.require(self._model_id, wanted)
         sequences: list[KvSequence] = []
         for row in part.rows:
@@ -279,6 +278,10 @@ class TorchSweep:
             sequences.append(sequence)
         return sequences
 
-    def _pages_wanted(self, key: SequenceKey, end: int) -> int:
-        sequence = self._kv.find(key)
-        return max(0, pages_of(end) - (len(sequence.pages) if sequence else 0))
+    def _missing(self, row: Row, part: StagePart, model: Model) -> tuple[int, int]:
+        """See `KvCache.missing`."""
+        sequence, start = self._kv.find(row.sequence), part.start
+        if sequence and sequence.runs_on(row, part.start):
+            start = sequence.blocks[0]
+        layers = model.layers_with_kv(start, part.stop)
+        return self._kv.missing(sequence, self._model_id, layers, row.position + row.count)

@@ -72,6 +72,7 @@ from shared.errors import (
 from shared.ids import GatewayId, ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import AttemptFailed, Cancel, Submit, Token, Tokens
+from shared.parts import Part
 from shared.story import Story
 
 SendTo = Callable[[str, bytes, Sequence[Buffer]], None]
@@ -143,9 +144,9 @@ class Steps:
 
     # --- calls, which raise typed errors only -------------------------------
 
-    def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
         with self._blamed():
-            self._engine.open_model(model_id, manifest)
+            self._engine.open_model(model_id, manifest, part)
         self._models[model_id] = manifest
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:

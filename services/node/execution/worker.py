@@ -27,6 +27,7 @@ from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.serving import Cancel, Submit
+from shared.parts import Part
 from shared.story import Transition
 
 __all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
@@ -139,11 +140,13 @@ class Worker:
         self._end(error)
         self._on_ended()
 
-    async def open_model(self, model_id: ModelId, manifest: Manifest) -> None:
+    async def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None
+    ) -> None:
         """Opens a model. After this returns, what else can be prepared before blocks come is
         prepared between steps."""
         with telemetry.span("open_model", parent=telemetry.here()):
-            await self._ask(lambda steps: steps.open_model(model_id, manifest))
+            await self._ask(lambda steps: steps.open_model(model_id, manifest, part))
         trace = self._traces[model_id] = telemetry.here()
         self._post(lambda steps: self._warm_up(steps.warm_up(model_id), trace))
 

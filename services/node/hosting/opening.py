@@ -50,7 +50,7 @@ class Opening:
         if hosted.residency.mode is Mode.STANDBY:
             hosted.span.hold(ENGINE)
             try:
-                await self._worker.open_model(hosted.model, hosted.manifest)
+                await self._worker.open_model(hosted.model, hosted.manifest, hosted.residency.room)
             except BaseException:
                 hosted.span.release(ENGINE)
                 raise

@@ -1,9 +1,10 @@
 """An engine that only checks what it is told to do, block by block."""
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.node.core.kv import PAGE, movable, whole_pages
+from services.node.core.kv import PAGE, Need, movable, pages_of, whole_pages
 from services.node.core.microbatches import (
     Part,
 )
@@ -64,15 +65,29 @@ class CheckedEngine:
     def held(self, model_id: ModelId) -> set[int]:
         return self.blocks
 
+    def room_with(self, more: Mapping[int, int]) -> int:
+        """Positions of whole pages that are free with so many more positions in parts of pages, by
+        how many a page has."""
+        parts = Counter({parts: pages_of(positions) for parts, positions in more.items()})
+        for key, (_, run, _) in self.kv.items():
+            parts[parts_of(*self.stages.get(key, (0, BLOCKS)))] += pages_of(run)
+        return self.kv_capacity - sum(-(-count // each) for each, count in parts.items()) * PAGE
+
     @property
     def kv_used(self) -> int:
-        return sum(whole_pages(run) for _, run, _ in self.kv.values())
+        return self.kv_capacity - self.room_with({})
 
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
-        return self.kv_capacity - self.kv_used - sum(promised.values())
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        return parts_of(start, stop)
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
+        more: Counter[int] = Counter()
+        for (_, parts), positions in promised.items():
+            more[parts] += whole_pages(positions)
+        return self.room_with(more)
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
         """Models do not differ."""
@@ -122,6 +137,12 @@ class CheckedEngine:
         return True
 
     def run_on(self, part: Part) -> None:
+        before = dict(self.stages)
+        for row in part.rows:
+            self.stages[row.sequence] = self.stages[row.sequence][0], part.stop
+        full, self.stages = self.room_with({}) < 0, before
+        if full:
+            raise CapacityExceeded("full")
         self.ran_on += 1
         for row in part.rows:
             start, stop = self.stages[row.sequence]
@@ -139,7 +160,7 @@ class CheckedEngine:
         had = {row.sequence: self.kv.get(row.sequence, (0, 0, 0))[1] for row in rows}
         ends = {row.sequence: max(row.position + row.count, had[row.sequence]) for row in rows}
         new = sum(whole_pages(ends[key]) - whole_pages(had[key]) for key in had)
-        if self.kv_used + new > self.kv_capacity:
+        if self.room_with({parts_of(part.start, part.stop): new}) < 0:
             raise CapacityExceeded("full")
         for row in part.rows:
             if row.position == 0:
@@ -172,6 +193,11 @@ class CheckedEngine:
             if row.gives_vector:
                 found[row.sequence] = b"%d" % self.averaged.get(row.sequence, 1)
         return found
+
+
+def parts_of(start: int, stop: int) -> int:
+    """Into how many parts a page is divided for sequences that run these blocks."""
+    return BLOCKS // (stop - start)
 
 
 def scored(part: Part) -> dict[SequenceKey, tuple[Logprobs, ...]]:

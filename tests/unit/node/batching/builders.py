@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.node.core.batching import Batcher
-from services.node.core.kv import movable
+from services.node.core.kv import Need, movable
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -42,7 +42,10 @@ class FakeKv:
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
+    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
+        return 1
+
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
         return self.kv_capacity - self.kv_used - sum(promised.values())
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:

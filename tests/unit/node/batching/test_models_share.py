@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 import msgspec
 import pytest
 
+from services.node.core.kv import Need
 from services.node.core.microbatches import Emit, Release
 from shared.errors import CapacityExceeded
 from shared.ids import ModelId
@@ -22,14 +23,16 @@ class SharedKv(FakeKv):
 
     free: dict[ModelId, int] = field(default_factory=dict)
     wanted: list[Mapping[ModelId, int]] = field(default_factory=list)
-    promised: Mapping[ModelId, int] = field(default_factory=dict)
+    promised: Mapping[Need, int] = field(default_factory=dict)
 
     def kv_share(self, model_id: ModelId) -> int:
         return 64
 
-    def kv_free(self, model_id: ModelId, promised: Mapping[ModelId, int]) -> int:
-        self.promised = dict(promised)
-        return self.free[model_id]
+    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
+        others = dict(promised)
+        own = others.pop((model_id, 1), 0)
+        self.promised = others
+        return self.free[model_id] - own
 
     def make_room(self, wanted: Mapping[ModelId, int]) -> None:
         self.wanted.append(dict(wanted))
@@ -71,7 +74,7 @@ def test_what_sequences_of_others_will_soon_take_is_told() -> None:
     queue(core, submit("ours", WHOLE, prompt=(1,) * 20, max_tokens=20))
     take(core)
     queue(core, of_other(one("theirs", WHOLE)))
-    assert kv.promised == {MODEL: 16}  # the page after those of its prompt
+    assert kv.promised == {(MODEL, 1): 16}  # the page after those of its prompt
 
 
 def test_the_model_that_lacks_pages_gives_its_own_back() -> None:

@@ -17,6 +17,7 @@ from services.node.engine.linear import Form
 from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.serving import Sampling
+from shared.parts import Part
 
 MODEL = ModelId("model")
 GREEDY = Sampling()
@@ -40,12 +41,13 @@ class Model:
         stop: int | None = None,
         kv_tokens: int = 4096,
         kv_bytes: int = 0,
+        room: Part | None = None,
     ) -> TorchEngine:
         """An engine that holds blocks start <= block < stop. `kv_bytes`: memory that models can
-        share, in place of `kv_tokens` positions for this one."""
+        share, in place of `kv_tokens` positions for this one. `room`: no other blocks will come."""
         kv = KvBudget(kv_bytes) if kv_bytes else kv_tokens
         engine = TorchEngine("cpu", kv, threads=1, cpu_weights=self.cpu_weights)
-        engine.open_model(MODEL, self.manifest)
+        engine.open_model(MODEL, self.manifest, room)
         for block in range(start, self.n_blocks if stop is None else stop):
             engine.attach(MODEL, block, memoryview(self.buffers[block]))
         return engine

@@ -22,7 +22,7 @@ from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
 MODEL, OTHER, THIRD = ModelId("m"), ModelId("other"), ModelId("third")
-STAGE, LAYERS = (0, 3), range(2)
+STAGE, LAYERS = (0, 3), range(6)
 PAGE_BYTES = PAGE * len(LAYERS) * 2 * 2 * 4
 WHOLE_MEMORY = 1 << 30
 
@@ -47,7 +47,7 @@ def available(kv: KvCache, model_id: ModelId = MODEL) -> int:
 
 
 def open_model(kv: KvCache, model_id: ModelId) -> None:
-    kv.open_model(model_id, len(LAYERS), n_kv_heads=1, head_dim=2, dtype=torch.float32, erased=True)
+    kv.open_model(model_id, LAYERS, n_kv_heads=1, head_dim=2, dtype=torch.float32, erased=True)
 
 
 def start(kv: KvCache, key: str, layers: range = LAYERS, model_id: ModelId = MODEL) -> KvSequence:
@@ -59,13 +59,15 @@ def write(kv: KvCache, sequence: KvSequence, values: list[float], proposed: int 
     first = sequence.length
     kv.extend(sequence, len(values), proposed)
     slots = sequence.slots(first, len(values))
-    kv.tensor(sequence.model_id)[:, slots] = torch.tensor(values).view(1, -1, 1, 1, 1)
+    kv.of_layers(sequence.model_id, sequence.layers)[:, slots] = torch.tensor(values).view(
+        1, -1, 1, 1, 1
+    )
 
 
 def read(kv: KvCache, sequence: KvSequence) -> torch.Tensor:
     """[layers, whole pages, ...] as attention reads it."""
     runs = sequence.runs(whole_pages(sequence.length))
-    tensor = kv.tensor(sequence.model_id)
+    tensor = kv.of_layers(sequence.model_id, sequence.layers)
     return torch.cat([tensor[:, r.slot : r.slot + r.stop - r.first] for r in runs], dim=1)
 
 
@@ -89,6 +91,14 @@ def cached(kv: KvCache, tokens: list[int]) -> int:
 def pages(first: int, count: int) -> list[int]:
     """Tokens of so many pages, different from those of any other `first`."""
     return [first * 1000 + i for i in range(count * PAGE)]
+
+
+def write_layers(kv: KvCache, sequence: KvSequence, values: list[float], layers: range) -> None:
+    """As `write`, but another value in each layer."""
+    first = sequence.length - len(values)
+    slots = sequence.slots(first, len(values))
+    for layer, view in zip(layers, kv.of_layers(sequence.model_id, layers), strict=True):
+        view[slots] = torch.tensor(values).view(-1, 1, 1, 1) + layer
 
 
 def test_pages_are_taken_as_a_sequence_grows() -> None:
@@ -282,7 +292,81 @@ def test_closing_a_model_frees_its_sequences_and_its_prefixes() -> None:
 def test_memory_that_cannot_be_had() -> None:
     kv = KvCache(1 << 20, torch.device("cpu"))
     with pytest.raises(CapacityExceeded, match=r"node\.kv_bytes"):
-        kv.open_model(MODEL, 1000, n_kv_heads=1000, head_dim=128, dtype=torch.float32)
+        kv.open_model(MODEL, range(1000), n_kv_heads=1000, head_dim=128, dtype=torch.float32)
+
+
+# --- sequences that have KV in some layers ---------------------------------
+
+
+def test_sequences_with_few_layers_share_a_page() -> None:
+    kv = cache(pages=4)
+    stages = [range(4, 6), range(4, 6), range(2, 4), range(4, 6), range(0, 2)]
+    for number, layers in enumerate(stages):
+        sequence = start(kv, f"s{number}", layers)
+        kv.extend(sequence, PAGE)
+        write_layers(kv, sequence, [100.0 * number] * PAGE, layers)
+    assert [available(kv), kv.used] == [2, 2 * PAGE]
+    for number, layers in enumerate(stages):
+        found = kv.find(f"s{number}")
+        assert found is not None
+        for layer, got in zip(layers, read(kv, found), strict=True):
+            assert (got == 100.0 * number + layer).all()
+    kv.free(tuple(f"s{number}" for number in range(3)))
+    assert available(kv) == 3
+    kv.free(("s3", "s4"))
+    assert available(kv) == 4
+    kv.extend(start(kv, "whole"), 4 * PAGE)
+
+
+def test_parts_of_pages_are_full_once_no_page_is_left_for_them() -> None:
+    kv = cache(pages=2)
+    kv.extend(start(kv, "whole"), PAGE)
+    last = range(5, 6)
+    assert kv.parts(MODEL, last) == len(LAYERS)
+    for number in range(6):
+        kv.extend(start(kv, f"s{number}", last), PAGE)
+    late = start(kv, "late", last)
+    with pytest.raises(CapacityExceeded):
+        kv.extend(late, 1)
+    kv.free(("s3",))
+    kv.extend(late, 1)
+    assert kv.free_for(MODEL) == 0
+
+
+def test_promises_to_sequences_with_few_layers_take_parts() -> None:
+    kv = cache(pages=4)
+    kv.extend(start(kv, "s", range(2)), PAGE)
+    assert kv.free_for(MODEL, {(MODEL, 3): 2 * PAGE}) == 3 * PAGE
+    assert kv.free_for(MODEL, {(MODEL, 3): 3 * PAGE}) == 2 * PAGE
+    assert kv.free_for(MODEL, {(MODEL, 3): PAGE, (MODEL, 2): PAGE}) == 2 * PAGE
+    assert kv.free_for(MODEL, {(MODEL, 1): 5 * PAGE}) == -2 * PAGE
+
+
+def test_a_sequence_that_runs_on_keeps_what_it_has() -> None:
+    kv = cache(pages=6)
+    other = start(kv, "other", range(2))
+    sequence = start(kv, "s", range(1))
+    for each, value in ((other, 7.0), (sequence, 3.0)):
+        kv.extend(each, 20)
+        write_layers(kv, each, [value] * 20, each.layers)
+    for stop in range(2, 6):
+        kv.run_on(sequence, stop, range(stop))
+        write_layers(kv, sequence, [3.0] * 20, range(stop - 1, stop))
+        for layer, got in zip(range(stop), read(kv, sequence), strict=True):
+            assert (got[:20] == 3.0 + layer).all()
+            assert got.isfinite().all()
+    assert (read(kv, other)[:, :20, 0, 0, 0] == torch.tensor([[7.0], [8.0]])).all()
+    assert kv.used == 3 * PAGE
+
+
+def test_without_room_to_run_on_nothing_changes() -> None:
+    kv = cache(pages=1)
+    sequence = start(kv, "s", range(2))
+    kv.extend(sequence, PAGE)
+    pages = list(sequence.pages)
+    with pytest.raises(CapacityExceeded):
+        kv.run_on(sequence, 5, range(5))
+    assert (sequence.pages, sequence.parts, sequence.layers) == (pages, 3, range(2))
 
 
 # --- several models ---------------------------------------------------------
@@ -335,8 +419,8 @@ def test_nothing_new_goes_where_a_model_vacates() -> None:
 
 def test_what_is_promised_to_others_is_not_free() -> None:
     kv = shared(32)
-    assert kv.free_for(MODEL, {OTHER: 9 * PAGE}) == 20 * PAGE
-    assert kv.free_for(MODEL, {OTHER: 1}) == 28 * PAGE
+    assert kv.free_for(MODEL, {(OTHER, 1): 9 * PAGE}) == 20 * PAGE
+    assert kv.free_for(MODEL, {(OTHER, 1): 1}) == 28 * PAGE
 
 
 def test_prefixes_that_nobody_uses_give_way_to_a_model_below_its_share() -> None:
@@ -371,7 +455,7 @@ def test_more_models_than_pieces_of_memory_are_refused() -> None:
 def test_a_page_that_no_piece_holds_is_refused() -> None:
     kv = shared(8, others=0)
     with pytest.raises(CapacityExceeded, match=r"raise node\.kv_bytes"):
-        kv.open_model(OTHER, 64, n_kv_heads=4, head_dim=8, dtype=torch.float32)
+        kv.open_model(OTHER, range(64), n_kv_heads=4, head_dim=8, dtype=torch.float32)
 
 
 # --- whatever happens -------------------------------------------------------
@@ -385,6 +469,8 @@ PROMPTS = st.tuples(
     st.integers(1, 20),
 )
 """(model, pages that others have too, tokens of its own)"""
+STAGES = [range(0, 1), range(0, 2), range(2, 4), range(4, 6), range(5, 6), range(1, 6), range(3, 6)]
+"""Layers of sequences that are not run whole here."""
 
 
 def value_of(tokens: list[int]) -> float:
@@ -411,6 +497,39 @@ class Machine(RuleBasedStateMachine):
         self.tokens[sequence.key] = tokens[:found]
         self.check(sequence)
         self.run(sequence, tokens[found:])
+
+    @rule(
+        model_id=st.sampled_from([MODEL, OTHER]),
+        layers=st.sampled_from(STAGES),
+        count=st.integers(1, 40),
+    )
+    def begin_a_stage(self, model_id: ModelId, layers: range, count: int) -> None:
+        self.made += 1
+        sequence = start(self.kv, f"s{self.made}", layers, model_id)
+        self.tokens[sequence.key] = []
+        self.run(sequence, list(range(count)))
+
+    @precondition(lambda self: self.tokens)
+    @rule(data=st.data(), more=st.integers(1, 3))
+    def run_on(self, data: st.DataObject, more: int) -> None:
+        sequence = self.kv.find(data.draw(st.sampled_from(sorted(self.tokens))))
+        assert sequence is not None
+        first, stop = sequence.layers.start, min(5, sequence.layers.stop + more)
+        if stop <= sequence.layers.stop:
+            return
+        before, tokens = available(self.kv, sequence.model_id), self.tokens[sequence.key]
+        new = range(sequence.layers.stop, stop)
+        missing = self.kv.missing(sequence, sequence.model_id, range(first, stop), len(tokens))
+        pages = {(sequence.model_id, missing[0]): missing[1] * PAGE}
+        if sequence.parts != missing[0] and self.kv.free_for(sequence.model_id, pages) < 0:
+            with pytest.raises(CapacityExceeded):
+                self.kv.run_on(sequence, 9, range(first, stop))
+            assert available(self.kv, sequence.model_id) == before
+            return
+        self.kv.run_on(sequence, 9, range(first, stop))
+        values = [value_of(tokens[: i + 1]) for i in range(len(tokens))]
+        view = self.kv.of_layers(sequence.model_id, new)
+        view[:, sequence.slots(0, len(tokens))] = torch.tensor(values).view(1, -1, 1, 1, 1)
 
     @precondition(lambda self: self.tokens)
     @rule(data=st.data(), count=st.integers(1, 40))
@@ -448,7 +567,7 @@ class Machine(RuleBasedStateMachine):
     def open_other(self) -> None:
         """Its pages are larger, and do not fit into slabs without a rest."""
         self.kv.open_model(
-            OTHER, len(LAYERS), n_kv_heads=1, head_dim=3, dtype=torch.float32, erased=True
+            OTHER, LAYERS, n_kv_heads=1, head_dim=3, dtype=torch.float32, erased=True
         )
 
     def run(
@@ -458,7 +577,11 @@ class Machine(RuleBasedStateMachine):
         last `refused` of the positions are taken back."""
         tokens = self.tokens[sequence.key]
         free, had = available(self.kv, sequence.model_id), len(sequence.pages)
-        needed = whole_pages(len(tokens) + len(new) + refused) // PAGE - had
+        ends = len(tokens) + len(new) + refused
+        missing = self.kv.missing(sequence, sequence.model_id, sequence.layers, ends)
+        assert missing == (sequence.parts, max(0, whole_pages(ends) // PAGE - had))
+        model = self.kv._models[sequence.model_id]
+        needed = model.pages.pages_for(missing[1], missing[0])
         all_tokens = tokens + new
         values = [value_of(all_tokens[: i + 1]) for i in range(len(tokens), len(all_tokens))]
         values += [1.0] * refused
@@ -468,18 +591,20 @@ class Machine(RuleBasedStateMachine):
             assert (available(self.kv, sequence.model_id), len(sequence.pages)) == (free, had)
             return
         write(self.kv, sequence, values, proposed)
-        written = {slot // PAGE for slot in sequence.slots(len(tokens), len(values))}
+        slots = sequence.slots(len(tokens), len(values))
+        written = {slot // PAGE + sequence.shift for slot in slots}
         readers = self.readers(sequence.model_id)
         assert all(readers[page] == 1 for page in written)
         assert not written & set(self.kv._models[sequence.model_id].pages._prefix_of)
         self.kv.truncate(sequence, len(all_tokens))
-        self.kv.keep(sequence, new)
+        if sequence.layers == LAYERS:
+            self.kv.keep(sequence, new)
         self.tokens[sequence.key] = all_tokens
 
     def readers(self, model_id: ModelId) -> Counter[int]:
         live = [self.kv.find(key) for key in self.tokens]
         mine = [s for s in live if s and s.model_id == model_id]
-        return Counter(page for sequence in mine for page in sequence.pages)
+        return Counter(page + each.shift for each in mine for page in each.pages)
 
     def check(self, sequence: KvSequence) -> None:
         """What is read is what was written."""
@@ -515,6 +640,7 @@ class Machine(RuleBasedStateMachine):
         if hasattr(self, "kv"):
             self.kv.free(tuple(self.tokens))
             self.kv.close_model(OTHER)
+            assert not self.kv._models[MODEL].pages._divided
             whole = start(self.kv, "whole")
             self.kv.extend(whole, PAGES * PAGE)
             assert len(set(whole.pages)) == PAGES, "pages were lost"

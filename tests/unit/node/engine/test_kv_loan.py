@@ -17,6 +17,7 @@ from tests.unit.node.engine.test_kv import (
     read,
     shared,
     start,
+    write,
 )
 
 TOKENS = list(range(1, 2 * PAGE + 4))
@@ -42,6 +43,28 @@ def test_the_pages_of_a_sequence_arrive_elsewhere_unchanged() -> None:
         wanted.fill(image)
         here.give_back(lent)
         there.give_back(wanted)
+    sequence = there.find("r#2")
+    assert sequence is not None
+    expected = torch.tensor(TOKENS[:WHOLE], dtype=torch.float32).view(1, -1, 1, 1, 1)
+    assert torch.equal(read(there, sequence), expected.expand(len(LAYERS), -1, 2, 1, 2))
+
+
+def test_what_stages_with_few_layers_lend_makes_a_whole() -> None:
+    here, there = cache(pages=8), cache(pages=8)
+    taken_over(there, "r#2")
+    for layers in (range(2), range(2, 6)):
+        stage = start(here, f"{layers}", layers)
+        write(here, stage, [float(token) for token in TOKENS])
+        lent = here.lend(stage.key, layers, 0, WHOLE)
+        wanted = there.lend("r#2", layers, 0, WHOLE)
+        image = memoryview(bytearray(lent.nbytes))
+        lent.read(image)
+        wanted.fill(image)
+        here.free((stage.key,))
+        assert available(here) < 8
+        here.give_back(lent)
+        there.give_back(wanted)
+    assert available(here) == 8
     sequence = there.find("r#2")
     assert sequence is not None
     expected = torch.tensor(TOKENS[:WHOLE], dtype=torch.float32).view(1, -1, 1, 1, 1)
@@ -90,7 +113,7 @@ def test_once_the_model_is_closed_nothing_is_copied_any_more() -> None:
     ("key", "layers", "first", "stop"),
     [
         ("other", LAYERS, 0, PAGE),
-        ("r#1", range(3), 0, PAGE),
+        ("r#1", range(len(LAYERS) + 1), 0, PAGE),
         ("r#1", range(0), 0, PAGE),
         ("r#1", LAYERS, 0, PAGE - 1),
         ("r#1", LAYERS, 1, PAGE),

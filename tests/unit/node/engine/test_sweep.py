@@ -283,18 +283,19 @@ def test_what_is_not_there_is_not_scored(model: Model, bad: Row) -> None:
 
 
 def test_what_cannot_join_leaves_the_sweep_as_it_was(model: Model) -> None:
+    """From block 4 on a sequence has KV in one of four layers."""
     engine = model.engine(2, kv_tokens=48)
     sweep = engine.begin(MODEL)
     first = sweep.join(from_block(model, 2, row("first", 0, PROMPT, draw=0)))
     sweep.advance()
     with pytest.raises(CapacityExceeded):
-        sweep.join(from_block(model, 4, row("big", 0, [1] * 33)))
-    fits = sweep.join(from_block(model, 4, row("fits", 0, [1] * 32, draw=0)))
+        sweep.join(from_block(model, 4, row("big", 0, [1] * 129)))
+    fits = sweep.join(from_block(model, 4, row("fits", 0, [1] * 128, draw=0)))
     with pytest.raises(NotFound):
         engine.begin(MODEL).join(part([row("early", 0, [1])], 0, LAST))
     left = finish(sweep, 2)
     assert list(*left[first].sampled) == model.expected_tokens(PROMPT, 1)
-    assert list(*left[fits].sampled) == model.expected_tokens([1] * 32, 1)
+    assert list(*left[fits].sampled) == model.expected_tokens([1] * 128, 1)
     assert engine.kv_used == engine.kv_capacity == 48
 
 
