@@ -23,8 +23,8 @@ async def test_a_disk_feeds_a_relay_and_takes_no_room_in_the_arena(
     tmp_path: Path, checkpoint: Path
 ) -> None:
     async with nodes(tmp_path, checkpoint, "a", "b", "c") as up:
+        await up.apply("b", FROM_A)  # before anybody asks it for blocks
         await up.apply("c", dict.fromkeys(ALL, "b"))
-        await up.apply("b", FROM_A)
         arrivals = await up.until_arrived("b", ALL)
         assert {(m.source, m.transport) for m in arrivals} == {("a", "tcp")}
         await up.until_arrived("c", ALL)
