@@ -30,8 +30,9 @@ from services.node.engine.base import (
     Weights,
 )
 from services.node.engine.budget import KvBudget
-from services.node.engine.kv import KvCache, KvSequence
+from services.node.engine.kv import KvCache
 from services.node.engine.kv_loan import KvLoan
+from services.node.engine.kv_sequence import KvSequence
 from services.node.execution.activations import DTYPES
 from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId

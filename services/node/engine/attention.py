@@ -43,7 +43,7 @@ from torch.nn import functional
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, whole_pages
-from services.node.engine.kv import KvSequence, Run
+from services.node.engine.kv_sequence import KvSequence, Run
 from services.node.engine.rope import rotations
 
 ROWS = 4

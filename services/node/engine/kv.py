@@ -24,128 +24,22 @@ one of the slab. So the memory begins with a slab that no model has and nobody w
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import NamedTuple
 
 import torch
 
 from services.node.core.kv import PAGE, Need, pages_of
 from services.node.core.kv_slabs import Slabs
-from services.node.engine.base import Row, SequenceKey
+from services.node.engine.base import SequenceKey
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv_loan import KvLoan
+from services.node.engine.kv_model import KvModel
+from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import NO_ADAPTER, ModelId
 
 NO_NEEDS: Mapping[Need, int] = {}
-
-
-class Run(NamedTuple):
-    """Positions first <= position < stop, which lie side by side from `slot` on."""
-
-    slot: int
-    first: int
-    stop: int
-
-
-@dataclass(slots=True, eq=False)
-class KvSequence:
-    """One stage's share of a sequence. A stage without layers needs no pages."""
-
-    key: SequenceKey
-    model_id: ModelId
-    blocks: tuple[int, int]
-    """(start, stop) of the stage that began the sequence."""
-    layers: range
-    limit: int
-    """The most positions that the sequence may reach."""
-    adapter: ModelId = NO_ADAPTER
-    """The id of the adapter that its KV is computed with; empty: none."""
-    parts: int = 1
-    """Each of its pages is one of so many parts of a page."""
-    shift: int = 0
-    """What the numbers of its pages are less than those of the memory that they take."""
-    pages: list[int] = field(default_factory=list)
-    length: int = 0
-    """Positions in the cache, or about to be written."""
-    proposed: int = 0
-    """How many of the last positions hold proposed tokens, which may be taken back."""
-    live: bool = True
-    """False once the sequence was freed."""
-    known: int = 0
-    """Number of its first pages whose tokens are known."""
-    digest: bytes = b""
-    """The digest of the tokens of these pages."""
-    tail: list[int] = field(default_factory=list)
-    """Known tokens after these pages."""
-
-    def runs_on(self, row: Row, start: int) -> bool:
-        """Whether the row, from block `start` on, goes on where a part before has left its
-        sequence's stage: the same positions, in further blocks."""
-        return self.blocks[1] == start and (row.position, row.count) == (0, self.length)
-
-    def slots(self, first: int, count: int) -> list[int]:
-        return [self.pages[p // PAGE] * PAGE + p % PAGE for p in range(first, first + count)]
-
-    def runs(self, positions: int) -> list[Run]:
-        """The runs that hold its first `positions` positions, which must be whole pages."""
-        found: list[Run] = []
-        for index in range(positions // PAGE):
-            slot, first = self.pages[index] * PAGE, index * PAGE
-            if found and found[-1].slot - found[-1].first == slot - first:
-                found[-1] = found[-1]._replace(stop=first + PAGE)
-            else:
-                found.append(Run(slot, first, first + PAGE))
-        return found
-
-
-@dataclass(slots=True, eq=False)
-class _Model:
-    """A model's part of the cache."""
-
-    memory: torch.Tensor
-    """The memory of all models, in the model's data type."""
-    layers: range
-    """Those that a page has."""
-    heads: tuple[int, int]
-    """(KV heads, head_dim)"""
-    pages: Pages
-    page_bytes: int
-    """The bytes of a page in all layers. 0: the model keeps no KV."""
-    erased: bool
-    form: str
-    """What the bytes of its pages mean."""
-    views: dict[range, torch.Tensor] = field(default_factory=dict)
-    loans: set[KvLoan] = field(default_factory=set)
-
-    def view(self, layers: range) -> torch.Tensor:
-        """See `KvCache.of_layers`."""
-        if layers not in self.views:
-            self.views[layers] = self._view(layers)
-        return self.views[layers]
-
-    def _view(self, layers: range) -> torch.Tensor:
-        heads, head_dim = self.heads
-        slot = 2 * heads * head_dim
-        if not slot:
-            return self.memory.new_empty((len(layers), 0, 2, heads, head_dim))
-        layer, all_slots = self.pages.per_slab * PAGE, self.memory.numel() // (PAGE * slot) * PAGE
-        first = self.shift(layers) * PAGE
-        return self.memory.as_strided(
-            (len(layers), all_slots - first - (len(layers) - 1) * layer, 2, heads, head_dim),
-            (layer * slot, slot, heads * head_dim, head_dim, 1),
-            first * slot,
-        )
-
-    def shift(self, layers: range) -> int:
-        """How many pieces after a page's first one its part of the first of these layers lies."""
-        return (layers.start - self.layers.start) * self.pages.per_slab
-
-    def parts(self, layers: range) -> int:
-        """Into how many parts a page is divided for sequences that have KV in these layers."""
-        return len(self.layers) // len(layers) if layers else 1
 
 
 class KvCache:
@@ -170,7 +64,7 @@ class KvCache:
         self._slab_bytes = 0
         self._unit = 1
         """Bytes of a page of the model that opened first."""
-        self._models: dict[ModelId, _Model] = {}
+        self._models: dict[ModelId, KvModel] = {}
         self._sequences: dict[SequenceKey, KvSequence] = {}
 
     @property
@@ -255,7 +149,7 @@ class KvCache:
         if not piece:
             nothing = torch.empty(0, dtype=dtype, device=self._device)
             pages = Pages(0, len(layers), lambda _: 0)
-            self._models[model_id] = _Model(nothing, layers, heads, pages, 0, erased, "")
+            self._models[model_id] = KvModel(nothing, layers, heads, pages, 0, erased, "")
             return
         if self._memory is None:
             self._lay_out(len(layers) * piece)
@@ -272,7 +166,7 @@ class KvCache:
             per_slab, len(layers), lambda slab: -(-(slab + 1) * self._slab_bytes // piece)
         )
         form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}"
-        self._models[model_id] = _Model(
+        self._models[model_id] = KvModel(
             self._memory.view(dtype), layers, heads, pages, len(layers) * piece, erased, form
         )
 

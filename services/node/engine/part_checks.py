@@ -8,7 +8,8 @@ from services.node.checkpoints.vit_config import VitConfig
 from services.node.engine.adapters import Adapter
 from services.node.engine.base import Row, RowsRefused, Score, SequenceKey, StagePart
 from services.node.engine.copies import to_device
-from services.node.engine.kv import KvCache, KvSequence
+from services.node.engine.kv import KvCache
+from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.model import Model
 from shared.errors import BadInput, Conflict, NotFound
 from shared.ids import ModelId

@@ -23,7 +23,8 @@ from services.node.engine.base import (
 )
 from services.node.engine.copies import to_host
 from services.node.engine.drawing import drawn_after, pooled, scored
-from services.node.engine.kv import KvCache, KvSequence
+from services.node.engine.kv import KvCache
+from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.model import Model
 from services.node.engine.part_checks import check_adapters, check_part, checked_hidden
 from services.node.engine.sampling import Drawn

@@ -18,7 +18,7 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Draw, Row, SequenceKey
 from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import Encoder
-from services.node.engine.kv import KvSequence
+from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.model import Network
 from services.node.engine.sampling import sample
 from services.node.engine.text_encoder import TextEncoder

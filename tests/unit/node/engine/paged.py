@@ -6,7 +6,7 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.core.kv import PAGE, pages_of
 from services.node.engine.attention import Span
 from services.node.engine.base import SequenceKey
-from services.node.engine.kv import KvSequence
+from services.node.engine.kv_sequence import KvSequence
 from shared.ids import ModelId
 
 CAPACITY = 64 * PAGE

@@ -19,7 +19,7 @@ from services.node.engine.attention import Span
 from services.node.engine.bell import Bell
 from services.node.engine.decoder import Decoder, LayerStep
 from services.node.engine.kernel_step import KernelStep
-from services.node.engine.kv import KvSequence
+from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.linear import Form
 from shared.ids import ModelId
 from tests.unit.node.engine.models import Model, make_model

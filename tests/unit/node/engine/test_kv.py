@@ -16,7 +16,8 @@ from hypothesis.stateful import (
 
 from services.node.core.kv import PAGE, whole_pages
 from services.node.engine.budget import KvBudget
-from services.node.engine.kv import KvCache, KvSequence, Run
+from services.node.engine.kv import KvCache
+from services.node.engine.kv_sequence import KvSequence, Run
 from services.node.engine.pages import EVICTED_TOGETHER
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
