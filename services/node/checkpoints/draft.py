@@ -79,5 +79,8 @@ class Draft:
                 fsync_directory(self.directory)
 
     def _has(self, block: int) -> bool:
-        path = self.directory / block_file(block)
-        return path.is_file() and path.stat().st_size == self.manifest.blocks[block].nbytes
+        try:
+            nbytes = (self.directory / block_file(block)).stat().st_size
+        except FileNotFoundError:  # not begun; or the draft becomes a model on another thread now
+            return False
+        return nbytes == self.manifest.blocks[block].nbytes

@@ -326,9 +326,11 @@ class KvCache:
         new = range(sequence.layers.stop if sequence.layers else layers.start, layers.stop)
         if new:
             self._move(sequence, layers)
-        if new and sequence.pages and self._models[sequence.model_id].erased:
-            last = sequence.pages[-1] * PAGE
-            self.of_layers(sequence.model_id, new)[:, last : last + PAGE].zero_()
+        # The page in which it ends, and those that it had for proposed tokens.
+        last = sequence.pages[sequence.length // PAGE :]
+        if new and last and self._models[sequence.model_id].erased:
+            paged = self.of_layers(sequence.model_id, new).unflatten(1, (-1, PAGE))
+            paged[:, last] = 0
         sequence.blocks, sequence.layers = (sequence.blocks[0], stop), layers
 
     def _move(self, sequence: KvSequence, layers: range) -> None:
@@ -346,7 +348,8 @@ class KvCache:
             raise
         for layer in model.view(sequence.layers) if had else ():
             paged = layer.unflatten(0, (-1, PAGE))
-            paged[sequence.pages] = paged[had]
+            # It may have had further ones, for proposed tokens that were taken back.
+            paged[sequence.pages] = paged[had[: len(sequence.pages)]]
         for page in reversed(had):
             self._give_back(model.pages, page + shift)
 

@@ -360,6 +360,28 @@ def test_a_sequence_that_runs_on_keeps_what_it_has() -> None:
     assert kv.used == 3 * PAGE
 
 
+@pytest.mark.parametrize("layers", [range(1), range(4)])
+def test_a_sequence_that_runs_on_may_have_pages_for_tokens_that_were_taken_back(
+    layers: range,
+) -> None:
+    """With layers 0 to 3 it keeps its pages, with layer 0 alone it takes larger parts."""
+    kv = cache(pages=6)
+    soiled = start(kv, "before")
+    kv.extend(soiled, 6 * PAGE)
+    kv.of_layers(MODEL, LAYERS)[:] = torch.nan
+    kv.free(("before",))
+    sequence = start(kv, "s", layers)
+    kv.extend(sequence, 20)
+    write_layers(kv, sequence, [3.0] * 20, layers)
+    kv.extend(sequence, 2 * PAGE, proposed=2 * PAGE)
+    kv.truncate(sequence, 20)
+    kv.run_on(sequence, 5, LAYERS)
+    write_layers(kv, sequence, [3.0] * 20, range(layers.stop, LAYERS.stop))
+    for layer, got in enumerate(read(kv, sequence)):
+        assert (got[:20] == 3.0 + layer).all()
+        assert got[: 2 * PAGE].isfinite().all()
+
+
 def test_without_room_to_run_on_nothing_changes() -> None:
     kv = cache(pages=1)
     sequence = start(kv, "s", range(2))
