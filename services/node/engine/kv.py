@@ -329,7 +329,7 @@ class KvCache:
         # The page in which it ends, and those that it had for proposed tokens.
         last = sequence.pages[sequence.length // PAGE :]
         if new and last and self._models[sequence.model_id].erased:
-            paged = self.of_layers(sequence.model_id, new).unflatten(1, (-1, PAGE))
+            paged = torch.unflatten(self.of_layers(sequence.model_id, new), 1, (-1, PAGE))
             paged[:, last] = 0
         sequence.blocks, sequence.layers = (sequence.blocks[0], stop), layers
 
