@@ -15,7 +15,7 @@ from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
 from services.node.moving.gate import CapabilityGate
-from services.node.moving.kv_room import KvRoom
+from services.node.moving.kv_room import room_beside
 from services.node.parts import WorkerListener
 from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -82,7 +82,7 @@ class RealParts:
     ) -> DataPlane:
         config = self._config
         signers = load_signers(config.signers_file)
-        kv_room = KvRoom()
+        kv_room = room_beside(config.arena_bytes)
         memories = [*memories, *kv_room.memories]
         return DataPlane(
             config.host,

@@ -11,8 +11,10 @@ from services.node.memory.arena import Arena, Span
 from services.node.memory.views import Memory
 from shared.errors import CapacityExceeded
 
-ROOM_BYTES = 256 << 20
+MOST_BYTES = 256 << 20
 """Of each of the two memories. An RDMA device locks both."""
+LEAST_BYTES = 64 << 20
+"""For some pieces of KV (`services.node.core.lending`)."""
 
 
 class Side:
@@ -60,7 +62,7 @@ class Side:
 
 
 class KvRoom:
-    def __init__(self, nbytes: int = ROOM_BYTES) -> None:
+    def __init__(self, nbytes: int = MOST_BYTES) -> None:
         """`nbytes`: of either side. Pages are taken when they are first used."""
         self.going, self.coming = Side(nbytes), Side(nbytes)
 
@@ -71,3 +73,9 @@ class KvRoom:
     def close(self) -> None:
         self.going.close()
         self.coming.close()
+
+
+def room_beside(arena_bytes: int) -> KvRoom:
+    """The room of a node whose weights have an arena of this size: not more than the arena itself,
+    if some pieces fit, because a device that locks it would lock more for KV than for weights."""
+    return KvRoom(min(MOST_BYTES, max(LEAST_BYTES, arena_bytes)))
