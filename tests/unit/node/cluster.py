@@ -93,7 +93,9 @@ class Nodes:
         ):
             await self.bus.subscribe(subject, On(Message, heard.hear))
         bus = await self._stack.enter_async_context(MemoryBus(self.broker, "registry"))
-        config = RegistryConfig(report_s=0.0, durable_copies=1)  # the test orders copies
+        config = RegistryConfig(
+            report_s=0.0, durable_copies=1, host_copies=0
+        )  # the test orders copies
         await self._stack.enter_async_context(RegistryService(bus, config))
 
     # --- nodes ---

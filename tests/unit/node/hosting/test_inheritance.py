@@ -1,6 +1,5 @@
 """What a node's process leaves at its keeper, and what the next process makes of it."""
 
-import asyncio
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -135,9 +134,6 @@ async def test_a_model_that_slept_sleeps_on(up: Nodes, keeper: KeptHere) -> None
 
 async def test_a_copy_in_the_host_cache_is_right_or_gone(up: Nodes, keeper: KeptHere) -> None:
     await up.release("a", Tier.CACHE)
-    # The registry may have ordered a copy there just before, which then comes from the disk.
-    while not keeper.table.memories[IN_CACHE].spaces:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
     space = keeper.space(IN_CACHE)
     await up.stop("a")
     keeper.scribble(IN_CACHE, space.offset)
