@@ -151,7 +151,7 @@ class Gateway:
     async def move(
         self, prompt: tuple[int, ...], source: NodeId, target: NodeId, before: int = BEFORE
     ) -> Stream:
-        """A request that moves after so many tokens."""
+        """Moves a request after it has had AFTER tokens."""
         first = self._submit(prompt, source, AFTER)
         stream = self._streams[first.request]
         await self._send(first)

@@ -22,12 +22,12 @@ SECONDS, KNOWN_S = 8.0, 2.0
 """The length of a run, and of its beginning, in which gateways do not know yet how long prefills
 take."""
 BAR = 0.10
-"""Of the prefill."""
+"""The most time that a handover may add, as a share of the prefill's."""
 
 
 @dataclass
 class Times:
-    """Of each request: when its prefill began and ended, and when the other node had its KV."""
+    """When each request's prefill began and ended, and when the other node had its KV."""
 
     began: dict[RequestId, float] = field(default_factory=dict)
     ended: dict[RequestId, float] = field(default_factory=dict)

@@ -185,7 +185,7 @@ class Batcher:
         return any(self._lendings.wants(part.keys) for part in parts)
 
     def reached(self, parts: Iterable[Part], block: int) -> list[Command]:
-        """The parts that are aboard have run up to this block: lends what was asked for."""
+        """Lends the KV that others have asked for, now that these parts have run up to `block`."""
         commands: list[Command] = []
         for part in parts:
             if block > part.start:

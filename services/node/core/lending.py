@@ -40,7 +40,7 @@ class _Open:
     whole: int
     """Positions before this one were lent in all blocks."""
     block: int
-    """Of positions from `whole` on, those of the step that runs were lent in the blocks before."""
+    """The step that runs computes positions from `whole` on. Their KV was lent up to this block."""
     block_bytes: int
     """About the bytes of one position in a block that keeps KV."""
     cause: str

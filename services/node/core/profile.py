@@ -31,7 +31,7 @@ through passes of 40 and 50 tokens says nothing about a pass of one."""
 FEW = 16
 """Passes of so many tokens or fewer are about as fast as a pass of one."""
 DECODING = 64
-"""A pass of so many tokens or fewer is one in which sequences decode, nearly always."""
+"""In a pass of at most this number of tokens, sequences nearly always decode."""
 SAMPLES = 5
 """How many passes of each size are kept. Counting sizes apart, many passes of one token do not push
 out passes of many."""

@@ -26,8 +26,9 @@ SCORED_POSITIONS = 1024
 """The most positions of a micro-batch whose sequences are scored. With 20 log probabilities each,
 the answer of the last stage then has 0.3 MiB, of the 1 MiB that a message may have."""
 ENOUGH = 512
-"""A micro-batch that has so many prompt tokens takes in no further prompt of a model that
-generates. That would only make the first ones late: from so many on, a pass takes time for each."""
+"""Number of prompt tokens from which on a micro-batch takes in no further prompt of a model that
+generates. A further prompt would only delay the first ones: a larger pass takes longer by as
+much as it has more tokens."""
 VECTORS = 16
 """The most vectors that a micro-batch on a path gives. Of 8,192 numbers each they have 0.5 MiB."""
 

@@ -30,9 +30,9 @@ class KvSequence:
     adapter: ModelId = NO_ADAPTER
     """The id of the adapter that its KV is computed with; empty: none."""
     parts: int = 1
-    """Each of its pages is one of so many parts of a page."""
+    """Into how many parts a page is divided for this sequence, which takes single parts."""
     shift: int = 0
-    """What the numbers of its pages are less than those of the memory that they take."""
+    """How much smaller the numbers of its pages are than the numbers of the memory they take."""
     pages: list[int] = field(default_factory=list)
     length: int = 0
     """Positions in the cache, or about to be written."""

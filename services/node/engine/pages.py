@@ -162,7 +162,7 @@ class Pages:
         return min(empty) if empty else next(slab for slab in cached if slab in some)
 
     def slab_of(self, page: int) -> int:
-        """Of a page or a part."""
+        """The slab that holds this page or part."""
         return self._slab_of[self._page_with.get(page, page)]
 
     def take(self, count: int, after: int | None, parts: int = 1) -> list[int]:

@@ -12,9 +12,9 @@ from services.node.memory.views import Memory
 from shared.errors import CapacityExceeded
 
 MOST_BYTES = 256 << 20
-"""Of each of the two memories. An RDMA device locks both."""
+"""The most that each of the two memories has. An RDMA device locks both."""
 LEAST_BYTES = 64 << 20
-"""For some pieces of KV (`services.node.core.lending`)."""
+"""The least that each has: room for four pieces of KV (`services.node.core.lending`)."""
 
 
 class Side:
