@@ -50,6 +50,7 @@ async def test_from_up_to_down(directory: Path) -> None:
     )
     assert up.code == 0, up.err
     assert "published tiny" in up.err
+    assert "tiny has 1 of 2 durable copies: there is no other machine\n" in up.err
     url = up.document["gateway_url"]
     assert {p["state"] for p in up.document["processes"]} == {"running"}
 

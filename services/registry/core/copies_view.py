@@ -43,7 +43,7 @@ def _model(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> Mo
     wanted = pool.durable.wanted(record)
     machines = len({copy.machine for copy in durable})
     lacking = "" if machines >= wanted else f"{machines} of {wanted} durable copies: "
-    shortfall = lacking and lacking + _why(pool.durable, record, under_way)
+    shortfall = lacking and lacking + _why(pool, record, under_way)
     return ModelCopies(
         name=record.name,
         model_id=record.model_id,
@@ -65,11 +65,11 @@ def _in_memory(pool: Pool, record: ModelRecord) -> str:
     machines += pool.host.in_parts(record)
     if machines >= wanted:
         return ""
-    reason = pool.host.reasons.get(record.model_id, "the next is about to be made")
-    return f"{machines} of {wanted} copies in memory: {reason}"
+    return f"{machines} of {wanted} copies in memory: {_next(pool, pool.host, record)}"
 
 
-def _why(durable: KeptCopies, record: ModelRecord, under_way: Iterable[UnderWay]) -> str:
+def _why(pool: Pool, record: ModelRecord, under_way: Iterable[UnderWay]) -> str:
+    durable = pool.durable
     coming = [
         f"the next is at {copy.progress.done / max(copy.progress.nbytes, 1):.0%} on {copy.node}"
         for copy in under_way
@@ -78,7 +78,13 @@ def _why(durable: KeptCopies, record: ModelRecord, under_way: Iterable[UnderWay]
         return ", ".join([*coming, reason])
     awaited = durable.awaited(record.model_id)
     waits = [f"{node} is waited for, which is gone" for node in awaited]
-    return ", ".join([*coming, *waits]) or "the next is about to be made"
+    return ", ".join([*coming, *waits]) or _next(pool, durable, record)
+
+
+def _next(pool: Pool, kept: KeptCopies, record: ModelRecord) -> str:
+    """What comes of the next copy, also if the registry has not looked for a place yet."""
+    reason = kept.reasons.get(record.model_id) or kept.hindrance(record, pool.givers(record))
+    return reason or "the next is about to be made"
 
 
 def _node(pool: Pool, info: NodeInfo) -> NodeTiers:

@@ -109,6 +109,11 @@ def goals(needs: Iterable[Need], places: Sequence[Place], most: int) -> Goals:
     return Goals(tuple(choices), reasons, frozenset(waiting))
 
 
+def hindrance(need: Need, places: Sequence[Place]) -> str:
+    """Why none of the places can take one more copy, in words; empty if one can."""
+    return _able(need, need.counted, places)[1]
+
+
 def _urgency(need: Need) -> tuple[int, float, int, str]:
     copies = len({machine_of(info) for info in need.there})
     return copies, -need.worth, need.nbytes, need.model_id

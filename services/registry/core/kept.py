@@ -13,7 +13,7 @@ from typing import ClassVar, TypeVar
 import msgspec
 
 from services.registry.core.catalog import Catalog
-from services.registry.core.goals import Choice, Goals, Need, Place, goals, machine_of
+from services.registry.core.goals import Choice, Goals, Need, Place, goals, hindrance, machine_of
 from services.registry.core.holdings import Holdings, Key
 from services.registry.core.leases import Leases
 from services.registry.core.orders import REPORTED, Order, Orders
@@ -358,6 +358,11 @@ class KeptCopies(ABC):
 
     def _stays(self, info: NodeInfo) -> bool:
         return not info.duty.leaves
+
+    def hindrance(self, record: ModelRecord, sources: frozenset[NodeId]) -> str:
+        """Why no node can make one more copy, in words; empty if one can. `sources`: the nodes that
+        can give the model's blocks."""
+        return hindrance(self._need(record, sources), list(self._places(set())))
 
     def _need_of(self, model: ModelId, sources: frozenset[NodeId]) -> Need:
         return self._need(self._catalog.identified(model), sources)

@@ -216,7 +216,7 @@ class Pool:
         models = tuple(
             record.model_id
             for record in self.catalog.records
-            if any(t.hands_over(record, node, self._givers(record)) for t in self._tiers)
+            if any(t.hands_over(record, node, self.givers(record)) for t in self._tiers)
         )
         return models, effects
 
@@ -259,7 +259,7 @@ class Pool:
     def _givers_if_lacking(
         self, kept: KeptCopies, record: ModelRecord, now: float
     ) -> frozenset[NodeId] | None:
-        return self._givers(record) if kept.lacking(record, now) else None
+        return self.givers(record) if kept.lacking(record, now) else None
 
     def _order(self, kept: KeptCopies, choice: Choice, now: float) -> CopyOrdered:
         model, info = choice.model_id, choice.info
@@ -286,7 +286,7 @@ class Pool:
             return tuple(own)
         return tuple([s for s in sources if s.info.node != target.node][:SOURCES])
 
-    def _givers(self, record: ModelRecord) -> frozenset[NodeId]:
+    def givers(self, record: ModelRecord) -> frozenset[NodeId]:
         """Nodes that hold the model whole in some tier, or else those that do so together."""
         sources = self.sources(record.model_id)
         whole = frozenset(source.info.node for source in sources if source.complete)

@@ -112,6 +112,13 @@ def test_a_second_copy_is_ordered_once_and_made() -> None:
     assert [copy.machine for copy in up.view().durable] == ["machine-a", "machine-b"]
 
 
+def test_what_comes_next_is_right_before_the_registry_looks_for_a_place() -> None:
+    alone = Nodes("a").start("a")
+    assert alone.view().shortfall == "1 of 2 durable copies: there is no other machine"
+    two = Nodes("a", "b").start("a")
+    assert two.view().shortfall == "1 of 2 durable copies: the next is about to be made"
+
+
 def test_a_copy_takes_a_part_of_the_slower_link() -> None:
     up = Nodes("a", "b")
     up.join("a", link=1000)
