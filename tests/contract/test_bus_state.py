@@ -223,8 +223,9 @@ async def test_a_key_put_without_a_lifetime_does_not_expire(bucket: KeyValue) ->
         await bucket.create("kept", b"0", ttl=1)
         kept = await bucket.put("kept", b"1")
         await bucket.create("fence", b"", ttl=1)
-        assert (await watch.next()) is not None
-        await watch.told(KvEntry("kept", b"1", kept))
+        # A watch that is behind is not told of values that others have taken the place of.
+        while await watch.next() != KvEntry("kept", b"1", kept):
+            pass
         assert (await watch.next()) is not None
         assert deleted(await watch.next(1 + EXPIRY_S), "fence")
         assert await bucket.get("kept") == KvEntry("kept", b"1", kept)

@@ -46,6 +46,7 @@ from tests.support.schedulers.engine import (
     SLOTS,
     STEP_TOKENS,
     CheckedEngine,
+    parts_of,
     scored,
     token_after,
 )
@@ -333,7 +334,9 @@ class Network:
         key, engine = asked.sequence, self.nodes[name].engine
         (answer,) = [command.message for command in commands if isinstance(command, Send)]
         if isinstance(answer, Admitted):
-            assert engine.kv_used + whole_pages(asked.tokens) <= engine.kv_capacity
+            stage = asked.path.stages[answer.stage]
+            needs = {parts_of(stage.start, stage.stop): whole_pages(asked.tokens)}
+            assert engine.room_with(needs) >= 0
             self.admitted.add((name, key))
         else:
             assert isinstance(answer, Failed)

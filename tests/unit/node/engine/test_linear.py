@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,11 +147,21 @@ def test_bf16_too_if_it_is_packed(
     bits_are_the_same(gate(weight, bias, form, silu_times), shape[0], x)
 
 
+@pytest.fixture(scope="module")
+def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Compiled once, for this processor: it takes the longest, and has no part in products."""
+    compiled = tmp_path_factory.mktemp("kernels") / "attention.o"
+    command = ["cc", *kernels.FLAGS, "-c", str(kernels.HERE / "attention.c"), "-o", str(compiled)]
+    subprocess.run(command, check=True, capture_output=True)
+    return compiled
+
+
 @pytest.fixture(scope="module", params=OTHERS)
-def other(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Kernels:
-    library = tmp_path_factory.mktemp("kernels") / "other.so"
+def other(request: pytest.FixtureRequest, attention: Path) -> Kernels:
+    library = attention.with_name(f"{request.param}.so")
     flags = [flag for flag in OTHERS[request.param] if _takes(flag)]
-    command = ["cc", *kernels.FLAGS, *flags, *map(str, kernels.SOURCES), "-o", str(library), "-lm"]
+    parts = [attention if path.stem == "attention" else path for path in kernels.SOURCES]
+    command = ["cc", *kernels.FLAGS, *flags, *map(str, parts), "-o", str(library), "-lm"]
     subprocess.run(command, check=True, capture_output=True)
     return Kernels(ctypes.CDLL(str(library)))
 
