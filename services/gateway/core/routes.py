@@ -147,7 +147,9 @@ class Route:
             self.place_in_open = -1
 
     def become(self, instance: Instance) -> None:
-        """A newer set says this of the instance."""
+        """A newer set says this of the instance. In another role tokens take another time."""
+        if instance.role is not self.instance.role:
+            self.forget_speed()
         self.instance = instance
         self._note_room()
 

@@ -3,13 +3,15 @@
 What a token took is divided by what it should have taken: less on a fast instance, more beside many
 other requests. So the figures of instances with different speeds and loads can be compared, and
 one is slow if its figure is more than `SLOW` times the median. Only replicas are compared. A path's
-time depends on links, and on what its nodes do besides.
+time depends on links, and on what its nodes do besides. Replicas that only prefill are not compared
+either: the few tokens that they give come between long prompts.
 """
 
 from collections.abc import Iterable
 from statistics import median
 
 from services.gateway.core.routes import SMOOTHING, Route
+from shared.messages.instances import Role
 
 SLOW = 2.0
 PEERS = 3
@@ -36,7 +38,10 @@ def compare(routes: Iterable[Route], decode_s: float, row_s: float) -> tuple[flo
     measured = [
         (slowness(route, decode_s, row_s), route)
         for route in routes
-        if route.instance.is_replica and route.requests and route.measured >= SMOOTHING
+        if route.instance.is_replica
+        and route.instance.role is not Role.PREFILL
+        and route.requests
+        and route.measured >= SMOOTHING
     ]
     if len(measured) < PEERS:
         return 0.0, []

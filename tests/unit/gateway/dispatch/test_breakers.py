@@ -1,5 +1,6 @@
 """Instances that refuse, fail or are slow: what is sent to them, and what is recorded."""
 
+import msgspec
 import pytest
 
 from services.gateway.core.breaker import PAUSE_S, REFUSED_S, State
@@ -8,6 +9,7 @@ from services.gateway.core.reporting import Reporting
 from services.gateway.core.speed import LOOK_S, LOOKS, compare, slowness
 from shared.errors import BadInput, BusTimeout, CapacityExceeded, LambdaScaleError
 from shared.ids import GatewayId, InstanceId, RequestId
+from shared.messages.instances import Role
 from shared.messages.load import ModelLoad
 from shared.messages.serving import AttemptFailed, Token, Tokens
 from tests.unit.gateway.dispatch.builders import MODEL, NAME, QUEUE, Driver, moving, sent
@@ -190,6 +192,24 @@ def test_speeds_are_compared_by_capacity_and_load() -> None:
     assert usual == pytest.approx(1.0)
     assert found == [slow]
     assert compare([one, slow], decode_s, row_s) == (0.0, []), "too few"
+
+
+def test_who_only_prefills_is_not_compared_and_in_a_new_role_is_measured_anew() -> None:
+    """Between the prompts of others the few tokens that it gives come late."""
+    table = table_of(*((replica(i), 1, 1) for i in range(4)))
+    prefills, *others = table.routes.values()
+    as_prefiller = msgspec.structs.replace(prefills.instance, role=Role.PREFILL)
+    for route, token_s in ((prefills, 0.05), *((other, 0.02) for other in others)):
+        for _ in range(20):
+            route.measure(token_s)
+    assert compare(table.routes.values(), 0.01, 0.01)[1] == [prefills]
+    prefills.become(as_prefiller)
+    for _ in range(20):
+        prefills.measure(0.05)
+    assert not compare(table.routes.values(), 0.01, 0.01)[1]
+    prefills.become(msgspec.structs.replace(as_prefiller, role=Role.BOTH))
+    prefills.measure(0.02)
+    assert slowness(prefills, 0.01, 0.01) == pytest.approx(1.0)
 
 
 def test_load_reports_say_which_instances_are_left_alone_and_why() -> None:
