@@ -2,6 +2,7 @@
 and wide, and without any fault that axe finds. Needs Chromium (Debian's `chromium`)."""
 
 import asyncio
+import math
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -89,6 +90,29 @@ async def check_event(page: Any, blocks: int) -> None:
     assert "first byte at" in await page.locator("output").first.inner_text()
 
 
+async def check_comparison(page: Any, url: str) -> None:
+    """Two events in one range of time: what served on when the shorter one was over is drawn on."""
+    event = """{
+        from: 0, to: 1, nodes: ["a", "b"], record: {sources: ["a"], targets: ["b"]}, served: [
+        {kind: "path", stages: [["b", 0, 1], ["a", 1, 2]], began: 0.2, ended: 3.0},
+        {kind: "replica", stages: [["b", 0, 2]], began: 0.5, ended: null}]}"""
+    roles = f"import('/page/eventdata.js').then(found => [...found.rolesOf({event})])"
+    assert await page.evaluate(roles) == [
+        ["a", [[0.2, 3.0, "path"], [-math.inf, math.inf, "replica"]]],
+        ["b", [[0.2, 3.0, "path"], [0.5, math.inf, "replica"]]],
+    ]
+    await page.goto(f"{url}/#events")
+    boxes = page.locator("tbody input")
+    await boxes.nth(1).wait_for()
+    for at in range(2):
+        await boxes.nth(at).check()
+    await page.get_by_role("button", name="Compare").click()
+    await page.get_by_role("heading", name="Two events").wait_for()
+    assert await page.locator("canvas").count() == 3  # a picture of each, and where the time went
+    await page.evaluate(AXE)
+    assert await page.evaluate(FAULTS) == []
+
+
 async def check_playground(page: Any, url: str) -> None:
     await page.goto(f"{url}/#playground")
     await page.get_by_label("Prompt").fill("Hello")
@@ -115,6 +139,7 @@ async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:
             await page.goto(f"{up.url}/#event/last")
             await page.get_by_role("heading", name="2 copies of").wait_for()
             await check_event(page, up.record.n_blocks)
+        await check_comparison(early, up.url)
         await check_playground(early, up.url)
         write(tmp_path / "event.html", *await of_event(up.bus, "last"))
         alone = await opened(browser, 1280, "light", said)

@@ -87,8 +87,8 @@ export function nodeState(name, node, instances) {
 }
 
 const STATE_COLOURS = {
-  serves: "replica", "serves in a group": "group", "serves in paths": "path", loads: "accent", unfit: "bad",
-  "keeps copies": "kept", idle: "idle",
+  serves: "replica-ink", "serves in a group": "group-ink", "serves in paths": "path-ink", loads: "accent", unfit: "bad",
+  "keeps copies": "second", idle: "idle",
 };
 
 function nodePart(state, nodes, instances, ui) {
@@ -126,7 +126,7 @@ export function mark(text, title = "") {
   return h(`span.mark.${text.replaceAll(" ", "-")}`, { title: title || null }, text);
 }
 
-// A square for each node, in the order of their names, coloured by state.
+// A square for each node, in the order of their names, coloured as the mark of its state.
 function tiles(nodes, states) {
   const counts = {};
   for (const state of states.values()) counts[state] = (counts[state] ?? 0) + 1;
@@ -138,7 +138,7 @@ function tiles(nodes, states) {
     picture(height, `${count(nodes.length, "node")}: ${told}`, (context, width) => {
       const columns = Math.max(1, Math.floor(width / size));
       nodes.forEach(([name], at) => {
-        context.fillStyle = colour(STATE_COLOURS[states.get(name)] ?? "warn");
+        context.fillStyle = colour(STATE_COLOURS[states.get(name)] ?? "muted");
         context.fillRect((at % columns) * size, Math.floor(at / columns) * size, size - 2, size - 2);
       });
     }),

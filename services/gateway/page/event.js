@@ -166,7 +166,10 @@ export function matrix(event, ui, range = [event.from, event.to]) {
         const y = top + lane * each;
         context.fillStyle = blockColour(arrival.block, record.n_blocks);
         context.fillRect(x0, y, Math.max(1, x1 - x0 - 1), Math.max(1, each - (each > 5 ? 1 : 0)));
-        if (critical.has(arrival) && each >= 4) {
+        if (critical.has(arrival) && each < 4) {
+          context.fillStyle = colour("bad");
+          context.fillRect(x0, y, Math.max(2, x1 - x0 - 1), Math.max(2, each));
+        } else if (critical.has(arrival)) {
           context.strokeStyle = colour("bad");
           context.lineWidth = 2;
           context.strokeRect(x0 + 1, y + 1, Math.max(1, x1 - x0 - 3), Math.max(1, each - 3));
@@ -286,13 +289,18 @@ const TIMINGS = [
 
 export function timingsTable(events) {
   const name = (event) => (events.length > 1 ? `${event.record.id} ` : "");
-  return table("Seconds after the decision", [
-    { name: "after the decision", text: ([, text]) => text },
-    ...events.flatMap((event) => [
-      { name: `${name(event)}predicted`, num: true, text: ([key]) => seconds(event.record.predicted[key]) },
-      { name: `${name(event)}actual`, num: true, text: ([key]) => seconds(event.record.actual[key]) },
-    ]),
-  ], TIMINGS);
+  const foretold = events.some(({ record }) => TIMINGS.some(([key]) => record.predicted[key] !== null));
+  return [
+    foretold ? null : h("p.lead", {}, "These times were not predicted, since the rates of the links are not known (",
+      h("code", {}, "node.link_bytes_per_s"), ")."),
+    table("Seconds after the decision", [
+      { name: "after the decision", text: ([, text]) => text },
+      ...events.flatMap((event) => [
+        foretold && { name: `${name(event)}predicted`, num: true, text: ([key]) => seconds(event.record.predicted[key]) },
+        { name: `${name(event)}actual`, num: true, text: ([key]) => seconds(event.record.actual[key]) },
+      ].filter(Boolean)),
+    ], TIMINGS),
+  ];
 }
 
 function loadPart(state, event) {
@@ -360,8 +368,7 @@ export function compareParts(ui, events) {
     h("h1", {}, "Two events, in the same time"),
     events.map((event) => section(`${event.record.id}: ${copiesOf(event)}`,
       h("p.lead", {}, `${dayAndClock(event.record.decided_ns)}: ${event.record.cause}`), matrix(event, ui, range))),
-    h("div.columns", {},
-      section("Where the time went", ledgerPart(events)),
-      section("Predicted and actual", timingsTable(events))),
+    section("Where the time went", ledgerPart(events)),
+    section("Predicted and actual", timingsTable(events)),
   ];
 }

@@ -53,16 +53,16 @@ export function kindOf(instance) {
   return instance.stages.length > 1 ? "path" : "replica";
 }
 
-// By node when it served, as [from, to, kind].
+// By node when it served, as [from, to, kind]. Sources did all along, and what has no end serves still.
 export function rolesOf(event) {
   const found = new Map(event.nodes.map((node) => [node, []]));
   for (const one of event.served) {
     for (const [node] of one.stages) {
-      found.get(node)?.push([one.began, one.ended ?? event.to, one.kind]);
+      found.get(node)?.push([one.began, one.ended ?? Infinity, one.kind]);
     }
   }
   for (const node of event.record.sources) {
-    if (!event.record.targets.includes(node)) found.get(node)?.push([event.from, event.to, "replica"]);
+    if (!event.record.targets.includes(node)) found.get(node)?.push([-Infinity, Infinity, "replica"]);
   }
   // What lasts is drawn over the paths that it follows.
   for (const list of found.values()) list.sort((a, b) => (b[2] === "path") - (a[2] === "path"));

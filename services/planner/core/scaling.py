@@ -200,9 +200,9 @@ def _without_objectives(
         return _Aim(load, want, want, short)
     want = wanted(soon, policy)
     why = (
-        f"{work.rate:.1f} requests a second: in {supply.horizon_s:.1f} s {there:.0f} requests are "
-        f"expected, which fill {want} replicas of {policy.slots} slots; {have} serve, "
-        f"{total - have} on their way"
+        f"{work.rate:.1f} requests a second: in {supply.horizon_s:.1f} s there will be "
+        f"{counted(round(there), 'request')}, filling {counted(want, 'replica')} of "
+        f"{counted(policy.slots, 'slot')}; {have} serve, {total - have} on their way"
     )
     late = soon / max(1, total) - 1
     return _Aim(soon, want, want, short=True, looks_ahead=True, late=late, why=why)

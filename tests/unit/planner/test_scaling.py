@@ -323,8 +323,8 @@ def test_slots_that_will_be_short_are_asked_for_before_work_waits() -> None:
     )
     assert decision.replicas == 2
     assert decision.cause == (
-        "2.5 requests a second: in 0.7 s 5 requests are expected, which fill 2 replicas of 4 "
-        "slots; 1 serve, 0 on their way"
+        "2.5 requests a second: in 0.7 s there will be 5 requests, filling 2 replicas of 4 slots; "
+        "1 serve, 0 on their way"
     )
     fast = replace(quiet, rate=20.0)
     _, decision = aim(full, policy(), fast, SOON)
@@ -421,7 +421,7 @@ def test_while_nodes_have_measured_nothing_slots_decide() -> None:
     _, decision = aim(load, rules, replace(BURST, rate=0.0), alone)
     assert decision.cause.startswith("80 requests queued and 32 running fill 4 replicas")
     _, decision = aim(load, rules, BURST, alone)
-    assert decision.cause.startswith("60.0 requests a second: in 0.7 s 133 requests are expected,")
+    assert decision.cause.startswith("60.0 requests a second: in 0.7 s there will be 133 requests,")
     assert decision.replicas == 5
 
 
