@@ -5,31 +5,30 @@ from dataclasses import dataclass
 from statistics import median_low
 
 from services.planner.core.model import ModelMachine
-from shared.ids import ModelId, ModelName
+from shared.ids import ModelName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Census:
     model: ModelName
     wanted: int
-    """Replicas that its load fills, or its floor, whatever room there is."""
+    """Replicas that its load fills, or its floor, whatever room and nodes there are."""
     complete: int
     loading: int
     """Neither counts replicas that drain."""
     scaling: bool
     """Whether a scaling event of it runs."""
     waits: bool
-    """Whether it found no room for what it wants."""
+    """Whether it found no room, or no node, for what it wants."""
     nbytes: int
     """Of one copy."""
 
 
-def census(models: Iterable[ModelMachine], waiting: set[ModelId]) -> tuple[Census, ...]:
-    """`waiting`: the models that found no room."""
-    return tuple(_one(model, model.record.model_id in waiting) for model in models)
+def census(models: Iterable[ModelMachine]) -> tuple[Census, ...]:
+    return tuple(map(_one, models))
 
 
-def _one(model: ModelMachine, waits: bool) -> Census:
+def _one(model: ModelMachine) -> Census:
     fleet = model.fleet
     complete = fleet.count(fleet.parts(fleet.replicas))
     there = fleet.count(fleet.parts(m for m in fleet.members.values() if not m.draining))
@@ -39,7 +38,7 @@ def _one(model: ModelMachine, waits: bool) -> Census:
         complete=complete,
         loading=there - complete,
         scaling=model.scaling,
-        waits=waits,
+        waits=model.waits,
         nbytes=model.record.nbytes,
     )
 

@@ -63,8 +63,14 @@ class ModelMachine:
 
     @property
     def wanted(self) -> int:
-        """How many replicas there should be, whatever room there is."""
-        return self._replicas.sizing.wants
+        """How many replicas there should be, whatever room and nodes there are."""
+        return self._replicas.sizing.unbounded
+
+    @property
+    def waits(self) -> bool:
+        """Whether it found no room, or no node, for what it wants."""
+        sizing = self._replicas.sizing
+        return self.record.model_id in self._rooms.waiting or sizing.unbounded > sizing.wants
 
     @property
     def journal(self) -> Journal:

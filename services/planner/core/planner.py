@@ -196,7 +196,7 @@ class Planner:
         )
 
     def census(self) -> tuple[Census, ...]:
-        return census(self._machines.named.values(), self._machines.rooms.waiting)
+        return census(self._machines.named.values())
 
     def wanted_nodes(self) -> int:
         """How many nodes like those that are there would hold every replica that is wanted."""

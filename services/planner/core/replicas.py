@@ -402,7 +402,7 @@ class Replicas:
 
     def _count(self, serving: int) -> None:
         demand, name = self._desk.cluster.loads.demand(self.record.name), self.record.name
-        wanted, granted = self.sizing.wants, self.total
+        wanted, granted = self.sizing.unbounded, self.total
         queued, running = demand.queued_requests, demand.running_requests
         count = Count(self._desk.now.wall_ns, queued, running, serving, granted, wanted)
         self._desk.chronicle.count(name, count)

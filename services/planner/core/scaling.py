@@ -44,6 +44,8 @@ grow."""
 GROWTH = 1.0
 """The most by which load is expected to grow, in multiples of the present load: a short look at a
 burst says little about its length, and an event that runs can still grow."""
+MANY = 1_000_000
+"""More replicas than anybody has nodes for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +95,14 @@ def decide(
     if decision.replicas < min(have, in_memory):
         cause += f"; {_stay(in_memory)} in memory, the last for {keep(in_memory)}"
     return scaler, replace(decision, in_memory=in_memory, cause=cause)
+
+
+def unbounded(demand: Demand, policy: Policy, most: int, *, have: int, coming: int) -> int:
+    """How many replicas the work asks for, up to `most`, though the policy allows no more than
+    there are nodes for. Where not even MANY keep the objectives, those that it allows."""
+    free = replace(policy, max_instances=most)
+    want = _aim(demand, free, have=have, coming=coming).want
+    return want if want < MANY else policy.max_instances
 
 
 def _decide(

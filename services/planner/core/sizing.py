@@ -14,7 +14,7 @@ from services.planner.core.load_reports import Asked
 from services.planner.core.objectives import FULL, Objectives, Supply, Work, batch, busy
 from services.planner.core.rhythm import Rhythm
 from services.planner.core.roles import Choice, prefillers
-from services.planner.core.scaling import Decision, Scaler
+from services.planner.core.scaling import MANY, Decision, Scaler, unbounded
 from services.planner.core.traffic import Arrivals, Traffic
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState
@@ -38,6 +38,8 @@ class Sizing:
         self.wants = 0
         """How many replicas the model should have at least, as of the last decision, whatever room
         there is."""
+        self.unbounded = 0
+        """The same, however many nodes there are."""
         self.most = 0
         """How many replicas the model may have, as of the last decision."""
         self.floor = 0
@@ -110,6 +112,11 @@ class Sizing:
             self.wants = have
         elif decision.replicas > have + coming:
             self.wants = decision.replicas
+        self.unbounded = self.wants
+        most = record.max_instances or MANY
+        if policy.max_instances <= self.wants < most:
+            more = unbounded(demand, policy, most, have=have, coming=coming)
+            self.unbounded = max(self.wants, more)
         return decision
 
     def _supply(

@@ -30,6 +30,11 @@ def test_replicas_of_a_model_have_nodes_of_their_own_and_models_share_nodes() ->
     assert wanted_nodes([model("idle", 0, 10)], ROOMS) == 0
 
 
+def test_large_models_come_first_and_small_models_fill_what_is_left() -> None:
+    models = [model("a", 1, 40), model("b", 1, 60), model("c", 1, 40), model("d", 1, 60)]
+    assert wanted_nodes(models, ROOMS) == 2
+
+
 def test_a_model_that_fits_no_node_takes_several_for_each_replica() -> None:
     assert wanted_nodes([model("large", 2, 101)], ROOMS) == 4
     assert wanted_nodes([model("large", 1, 101), model("small", 2, 40)], ROOMS) == 2

@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 import grpc
 import pytest
@@ -12,6 +13,16 @@ from services.planner import scaler
 from services.planner.scaler import Scaler
 from shared import telemetry
 from tests.support.keda import asking
+
+
+class Said:
+    """A log; `said` is its first warning."""
+
+    def __init__(self) -> None:
+        self.said: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def warning(self, event: str, **_: object) -> None:
+        self.said.set_result(event)
 
 
 @asynccontextmanager
@@ -51,10 +62,19 @@ async def test_another_metric_is_refused() -> None:
 
 async def test_a_stream_says_how_it_is_and_what_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scaler, "LOOK_S", 0.01)
-    port, wanted = free_ports(1)[0], 3
-    async with serving(Scaler(lambda: wanted), port), asking(port) as keda:
+    port, wanted, looks, looked = free_ports(1)[0], 3, 0, asyncio.Event()
+
+    def look() -> int:
+        nonlocal looks
+        looks += 1
+        if looks == 5:
+            looked.set()
+        return wanted
+
+    async with serving(Scaler(look), port), asking(port) as keda:
         said = aiter(keda.stream())
         assert await anext(said)
+        await looked.wait()  # nothing new to say
         wanted = 0
         assert not await anext(said)
         wanted = 2
@@ -69,11 +89,9 @@ async def test_it_waits_for_the_port_of_a_planner_that_ends(
     async with serving(Scaler(lambda: 1), port):
         async with asking(port) as keda:
             assert await keda.is_active()
-        later = asyncio.ensure_future(
-            Scaler(lambda: 0).serve("127.0.0.1", port, telemetry.logger("planner"))
-        )
-        await asyncio.sleep(0.05)
-        assert not later.done()
+        log: Any = Said()
+        later = asyncio.ensure_future(Scaler(lambda: 0).serve("127.0.0.1", port, log))
+        assert "port cannot be had" in await log.said
     try:
         async with asking(port) as keda:
             assert not await keda.is_active()
