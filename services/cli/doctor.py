@@ -20,7 +20,8 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "doctor",
         help="say what on this machine is wrong, and what to do about it",
         description="Looks at this machine: nats-server, compiler, clock, memory, disk, limits, "
-        "ports, GPUs and RDMA adapters. Changes nothing. Exits with 1 if something is wrong.",
+        "ports, network, GPUs and RDMA adapters. Changes nothing. Exits with 1 if something is "
+        "wrong.",
     )
     add_data_option(parser, "directory whose disk is tried")
     parser.add_argument("--config", type=Path, metavar="FILE", help="configuration (TOML)")

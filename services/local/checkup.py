@@ -106,6 +106,23 @@ def open_files(_: Machine) -> Finding:
     return Finding("open files", State.WELL, "no limit" if hard < 0 else f"at most {hard}")
 
 
+def links(machine: Machine) -> Finding:
+    """The network interfaces that are up and know their rate, as virtual ones do not."""
+    rates: dict[str, int] = {}
+    for device in sorted((machine.root / "sys/class/net").glob("*")):
+        megabits = _read(device / "speed")
+        if _read(device / "operstate") == "up" and megabits.isdigit() and int(megabits):
+            rates[device.name] = int(megabits)
+    if not rates:
+        return Finding("network", State.WELL, "no interface says how fast it is")
+    found = ", ".join(f"{name} {megabits} Mbit/s" for name, megabits in rates.items())
+    fastest, node = max(rates.values()) * 125_000, machine.config.node
+    if max(node.link_bytes_per_s, machine.config.planner.link_bytes_per_s) > fastest:
+        advice = f"link_bytes_per_s of node or planner is more: set it to {fastest} at most"
+        return Finding("network", State.LACKS, found, advice)
+    return Finding("network", State.WELL, found)
+
+
 def rdma(machine: Machine) -> Iterator[Finding]:
     devices = sorted((machine.root / "sys/class/infiniband").glob("*"))
     wanted = machine.config.node.rdma_device
@@ -134,7 +151,8 @@ def _adapter(device: Path) -> Finding:
         if (gid := _read(file)) and gid.strip("0:")
     ]
     near = _read(device / "device/numa_node")
-    found = f"{state}, NUMA node {near or '?'}, GIDs: {', '.join(gids) or 'none'}"
+    rate = _read(port / "rate").partition(" (")[0] or "rate not known"
+    found = f"{state}, {rate}, NUMA node {near or '?'}, GIDs: {', '.join(gids) or 'none'}"
     if state != "ACTIVE":
         return Finding(what, State.LACKS, found, "bring its link up (`ip link`, `ibstat`)")
     if not gids:
@@ -228,6 +246,7 @@ CHECKS: tuple[Callable[[Machine], Finding | Iterator[Finding]], ...] = (
     disk,
     open_files,
     ports,
+    links,
     gpus,
     rdma,
 )

@@ -292,7 +292,7 @@ export function timingsTable(events) {
   const foretold = events.some(({ record }) => TIMINGS.some(([key]) => record.predicted[key] !== null));
   return [
     foretold ? null : h("p.lead", {}, "These times were not predicted, since the rates of the links are not known (",
-      h("code", {}, "node.link_bytes_per_s"), ")."),
+      h("code", {}, "planner.link_bytes_per_s"), ")."),
     table("Seconds after the decision", [
       { name: "after the decision", text: ([, text]) => text },
       ...events.flatMap((event) => [

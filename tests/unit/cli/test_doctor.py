@@ -10,7 +10,7 @@ import pytest
 from services.cli.main import main
 from services.local import checkup
 from services.local.checkup import Finding, Machine, State
-from shared.config import Config, GatewayConfig, NodeConfig
+from shared.config import Config, GatewayConfig, NodeConfig, PlannerConfig
 from shared.errors import NotFound
 
 SMALL = NodeConfig(arena_bytes=1)
@@ -31,6 +31,7 @@ def adapter(root: Path, name: str, state: str = "4: ACTIVE", gid: str = "fe80::1
     device = root / "sys/class/infiniband" / name
     (device / "ports/1/gids").mkdir(parents=True)
     (device / "ports/1/state").write_text(state)
+    (device / "ports/1/rate").write_text("100 Gb/sec (4X EDR)")
     (device / "ports/1/gids/0").write_text(gid)
     (device / "ports/1/gids/1").write_text("0000:0000:0000:0000:0000:0000:0000:0000")
     (device / "device").mkdir()
@@ -124,7 +125,25 @@ def test_adapters(tmp_path: Path) -> None:
         ("RDMA mlx5_2", State.LACKS),
     ]
     assert "0 fe80::1" in found[1].found
+    assert "100 Gb/sec, NUMA node 0" in found[1].found
     assert states(list(checkup.rdma(machine(tmp_path / "none")))) == [("RDMA", State.WELL)]
+
+
+def test_links_that_are_slower_than_the_configuration_says(tmp_path: Path) -> None:
+    where = machine(tmp_path)
+    assert checkup.links(where).found == "no interface says how fast it is"
+    interfaces = {"eth0": ("up", "10000"), "eth1": ("down", "100000"), "veth": ("up", "-1")}
+    for name, (state, rate) in interfaces.items():
+        write(where.root / "sys/class/net" / name, operstate=state, speed=rate)
+    found = checkup.links(where)
+    assert (found.state, found.found) == (State.WELL, "eth0 10000 Mbit/s")
+    for config in (
+        Config(node=NodeConfig(link_bytes_per_s=1_250_000_001)),
+        Config(planner=PlannerConfig(link_bytes_per_s=1_250_000_001)),
+    ):
+        found = checkup.links(Machine(config, tmp_path, where.root))
+        assert found.state is State.LACKS
+        assert "1250000000 at most" in found.advice
 
 
 def test_gpus_far_from_adapters_and_without_their_device_file(tmp_path: Path) -> None:
