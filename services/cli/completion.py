@@ -39,7 +39,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]", whole: Callable[[], 
         description="Prints a script for the shell. In its startup file: "
         + "; ".join(f"{shell}: {how}" for shell, how in HOW.items()),
     )
-    parser.add_argument("shell", choices=sorted(HOW))
+    parser.add_argument("shell", choices=sorted(HOW), help="the shell that completes")
     parser.set_defaults(run=lambda args: run(args, whole()))
 
 
