@@ -116,6 +116,7 @@ def work_of(demand: Demand, policy: Policy) -> Work:
         fill=policy.fill,
         steady=arrivals.steady,
         decode_token_s=policy.decode_s_per_token,
+        stay_so_far_s=arrivals.stay_so_far_s,
     )
 
 

@@ -89,6 +89,8 @@ class Work:
     """Arrivals a second, in the mean."""
     decode_token_s: float = 0.0
     """Of each further sequence of a pass in which all decode."""
+    stay_so_far_s: float = 0.0
+    """As `stay_s`, by those that run now, while few have ended."""
 
 
 @dataclass(frozen=True, slots=True)

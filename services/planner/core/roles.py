@@ -37,21 +37,24 @@ short of prefills is late for long."""
 HOPELESS = 1.5
 """If everything is this many times as much as it should be, being apart helps nobody."""
 SLACK = 0.1
-"""Who is apart stays so, and as many of them, while nothing else is better by this share. Near a
-limit, chance would change it over and over, and each change costs."""
+"""As many prefill as before while nothing else is better by this share. Near a limit, chance would
+change it over and over, and each change costs."""
+BACK = 1.5
+"""Who is apart stays so until this many times the load would do together, for the same reason."""
 
 
 def prefillers(work: Work, objectives: Objectives, replicas: int, now: int = 0) -> int:
     """How many of the replicas should only prefill; `now` do. 0: each does both, because that keeps
     the objective for tokens, or because being apart helps little, or it is not known."""
-    known = work.steady and work.prefill_s and work.token_s and work.step_s and work.stay_s
+    known = work.steady and work.prefill_s and work.token_s and work.step_s and work.stay_so_far_s
     if not (objectives.tpot_s and known) or replicas < 2:
         return 0
-    work, kept = replace(work, rate=work.steady), now if now < replicas else 0
+    work = replace(work, rate=work.steady, stay_s=work.stay_so_far_s)
+    more, kept = replace(work, rate=BACK * work.rate), now if now < replicas else 0
     length = _length(work, replicas, kept)
     scores = [_apart(work, length, objectives, replicas, count) for count in range(1, replicas)]
     scores.insert(0, _together(work, length, objectives, replicas))
-    if scores[0] <= (1 - SLACK if kept else 1):
+    if scores[0] <= 1 and not (kept and _together(more, length, objectives, replicas) > 1):
         return 0
     scores[kept] *= 1 - SLACK
     good = (count for count in range(1, replicas) if scores[count] <= 1)

@@ -10,7 +10,7 @@ that still go on.
 
 from collections import deque
 from dataclasses import dataclass
-from math import exp, sqrt
+from math import exp, inf, sqrt
 
 WINDOWS_S = (0.5, 2.0, 8.0)
 """How far back arrivals are counted. In the longest window all count; in the others as many as are
@@ -39,6 +39,10 @@ class Arrivals:
     """How long a request is on an instance that does no prefills. 0: not known."""
     steady: float = 0.0
     """Requests a second, in the mean of the longest window, or since they have come."""
+    stay_so_far_s: float = 0.0
+    """The same as `stay_s`, once as many requests have ended as are there. Until then `stay_s` is
+    too long or not known, and this is what those that run now would make of it, if no more were to
+    run at a time (Little's law): too short while they become more."""
 
 
 NO_ARRIVALS = Arrivals()
@@ -88,7 +92,10 @@ class Traffic:
         """What is known now."""
         prompt = self._tokens / self._asked if self._asked >= ENOUGH else 0.0
         stay_s = self._stays_s / self._ended if self._ended >= ENOUGH else 0.0
-        return Arrivals(self._rate(now), prompt, stay_s, self._steady(now))
+        steady, so_far_s = self._steady(now), stay_s
+        if self._ended < self._inside and steady:
+            so_far_s = min(stay_s or inf, self._decoding / steady)
+        return Arrivals(self._rate(now), prompt, stay_s, steady, so_far_s)
 
     def _steady(self, now: float) -> float:
         if not self._counts:

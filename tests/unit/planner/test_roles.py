@@ -80,6 +80,7 @@ LONG = Work(
     slots=64,
     steady=18.0,
     decode_token_s=1e-3,
+    stay_so_far_s=64 * 0.014,
 )
 """Prompts of 3,072 tokens, 18 a second, and 64 tokens each."""
 TIGHT = Objectives(ttft_s=2.0, tpot_s=0.020)
@@ -103,7 +104,9 @@ def test_who_keeps_the_objective_together_stays_together() -> None:
 def test_where_many_decode_they_do_not_part_for_short_prompts() -> None:
     """With so many sequences it is the steps that are slow, and apart fewer replicas share them."""
     short = replace(LONG, prefill_s=0.025, step_s=0.0121, steady=48.0)
-    assert prefillers(replace(short, stay_s=256 * 0.0165, decode_token_s=2e-4), TIGHT, 8) == 0
+    assert (
+        prefillers(replace(short, stay_so_far_s=256 * 0.0165, decode_token_s=2e-4), TIGHT, 8) == 0
+    )
 
 
 def test_if_nothing_keeps_the_objectives_the_least_late_is_chosen() -> None:
@@ -122,6 +125,7 @@ def test_what_nobody_can_keep_and_what_is_not_known_part_nobody() -> None:
     assert prefillers(replace(LONG, steady=60.0), TIGHT, 8) == 0
     assert prefillers(LONG, Objectives(tpot_s=0.010), 8) == 0
     assert prefillers(replace(LONG, prefill_s=0.0), TIGHT, 8) == 0
+    assert prefillers(replace(LONG, stay_so_far_s=0.0), TIGHT, 8) == 0
     assert prefillers(replace(LONG, kv_each=3100.0, kv_tokens=8_000), TIGHT, 8) == 0
     assert prefillers(LONG, TIGHT, 1) == 0
 
@@ -146,7 +150,9 @@ def test_somebody_always_decodes(
     ttft_s: float,
     replicas: int,
 ) -> None:
-    work = Work(0.0, 0, rate, prefill_s, token_s, step_s, stay_s, 16, steady=rate)
+    work = Work(
+        *(0.0, 0, rate, prefill_s, token_s, step_s, 0.0, 16), steady=rate, stay_so_far_s=stay_s
+    )
     for now in range(replicas):
         assert 0 <= prefillers(work, Objectives(ttft_s, tpot_s), replicas, now) < max(1, replicas)
 

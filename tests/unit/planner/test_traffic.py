@@ -55,6 +55,21 @@ def test_stays_that_still_go_on_are_not_taken_to_be_over() -> None:
     assert steady(20, 4.0, seconds=5.0).arrivals(5.0).stay_s >= 4.0
 
 
+@pytest.mark.parametrize("seconds", [1.0, 3.9, 5.0, 7.9])
+def test_until_many_have_ended_what_runs_says_how_long_they_stay(seconds: float) -> None:
+    """Too short while they become more, and never too long by much."""
+    found = steady(20, 4.0, seconds).arrivals(seconds).stay_so_far_s
+    assert found == pytest.approx(min(seconds, 4.0), rel=0.15)
+
+
+def test_later_those_that_have_ended_say_it() -> None:
+    traffic = steady(20, 4.0, seconds=60)
+    usual = traffic.arrivals(60.0)
+    assert usual.stay_so_far_s == usual.stay_s
+    traffic.note(60.1, 60, 6000, inside=140, running=140, busy=0.0)
+    assert traffic.arrivals(60.1).stay_so_far_s == pytest.approx(4.0, rel=0.1)
+
+
 def test_a_stay_beside_prefills_counts_as_it_would_be_without() -> None:
     traffic = Traffic()
     for second in range(100):
