@@ -25,7 +25,7 @@ class _Open:
     here: float | None = None
     """Since when a micro-batch of it is here; None: none is."""
     drawing: bool = False
-    """Whether a micro-batch has come that completes its prompt."""
+    """Whether the micro-batch that came last completes its prompt, or a later token."""
     first: float = 0.0
     """When that was handed on; 0: not yet."""
     busy_s: float = 0.0
@@ -54,7 +54,7 @@ class StageSpans:
                 continue
             stage.here = now
             stage.came = stage.came or now
-            stage.drawing = stage.drawing or row.draw is not None
+            stage.drawing = row.draw is not None
             stage.micro_batches += 1
             stage.positions += row.count
 

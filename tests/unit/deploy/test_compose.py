@@ -127,6 +127,7 @@ def test_with_gpus_each_node_has_one_of_its_own_and_the_other_image() -> None:
     arguments = over["init"]["build"]["args"]
     dockerfile = (ROOT / "Dockerfile").read_text()
     assert all(f"\nARG {name}=" in dockerfile for name in arguments)
+    assert arguments["TORCH"] == "system"  # the base has it
 
 
 @pytest.mark.parametrize("name", OURS)

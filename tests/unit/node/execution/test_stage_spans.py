@@ -15,7 +15,7 @@ from services.node.core.microbatches import (
     StageMessage,
 )
 from services.node.core.rows import Draw, Row
-from services.node.execution import activations
+from services.node.execution import activations, stage_spans
 from services.node.execution.stage_spans import StageSpans
 from shared import telemetry
 from shared.errors import CapacityExceeded, PeerLost
@@ -80,21 +80,30 @@ def test_one_span_for_a_sequence(exported: InMemorySpanExporter, path: Path) -> 
     assert span.status.is_unset
 
 
-def test_the_time_that_micro_batches_are_here(exported: InMemorySpanExporter) -> None:
+def test_the_time_that_micro_batches_are_here(
+    exported: InMemorySpanExporter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now = 100.0
+    monkeypatch.setattr(stage_spans, "wall_ns", lambda: int(now * 1e9))
     spans = StageSpans(NodeId("a"), lambda: now)
     spans.asked(Admit(LAST, 1, "x#1", 2, 9, trace=TRACE))
+    spans.went(["x#1"])  # nothing of it was here
     for waits, runs, row in (
         (5.0, 1.0, Row("x#1", 0, 1, 9)),
-        (2.0, 0.5, Row("x#1", 1, 1, 9, draw=Draw(0, Sampling()))),
-        (3.0, 0.25, TOKEN),
+        (1.0, 0.5, Row("x#1", 1, 1, 9, draw=Draw(0, Sampling()))),
+        (2.0, 0.25, TOKEN),
     ):
         now += waits
         spans.came(Forward(LAST, 1, 1, (row,)))
         now += runs
         spans.went(["x#1"])
+        now += 1.0
+        spans.went(["x#1"])  # nor now
+        spans.asked(Admit(LAST, 1, "x#1", 2, 9, trace=TRACE))  # as if a message came twice
     spans.over(["x#1", "unknown"])
-    found = dict(the_only(exported).attributes or {})
+    span = the_only(exported)
+    assert (span.start_time, span.end_time) == (100_000_000_000, int(now * 1e9))
+    found = dict(span.attributes or {})
     assert (found["waited_s"], found["prefill_s"], found["busy_s"]) == (5.0, 3.5, 1.75)
 
 
