@@ -8,7 +8,7 @@ makes up for a lost report, and a report that comes late or twice does no harm.
 
 import msgspec
 
-from shared.ids import GatewayId, InstanceId, ModelName
+from shared.ids import GatewayId, InstanceId, ModelName, NodeId
 from shared.messages.base import Message
 
 WHOLE_S = 0.5
@@ -41,6 +41,10 @@ class ModelLoad(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     kept_out: dict[InstanceId, str] = msgspec.field(default_factory=dict)
     """Instances that the gateway sends nothing, or one request at a time, because they failed or
     are slow: why, in words. Full ones do not count."""
+
+    explained: tuple[NodeId, ...] = ()
+    """Nodes that died of a request which this gateway has refused for that just now. So no other
+    request has killed them (`services.gateway.core.suspects`)."""
 
     @property
     def in_use(self) -> bool:

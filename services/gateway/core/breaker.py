@@ -68,8 +68,14 @@ class Breaker:
     _faults: int = 0
     _fault_at: float = float("-inf")
 
-    def admits(self, now: float) -> bool:
-        return self.state is State.CLOSED or (now >= self.until and self.trial is None)
+    def admits(self, now: float, *, suspect: bool = False) -> bool:
+        """`suspect`: see `Suspects`."""
+        if self.state is State.CLOSED:
+            return True
+        until = self.until
+        if suspect and self.cause is Cause.REFUSED:
+            until -= self.pause_s - PAUSE_S
+        return now >= until and self.trial is None
 
     @property
     def faulty(self) -> bool:
@@ -96,12 +102,14 @@ class Breaker:
         if self.trial == request:
             self.trial = None
 
-    def refuse(self, request: RequestId, now: float) -> bool:
-        """The instance did not take the request. Returns whether it is opened by that."""
+    def refuse(self, request: RequestId, now: float, *, suspect: bool = False) -> bool:
+        """The instance did not take the request. Returns whether it is opened by that. If it is a
+        suspect, another gateway's may be tried there, which takes no longer if it is asked again.
+        """
         if not self._counts(request, now):
             return False
-        self._refusals += 1
-        self._open(Cause.REFUSED, pause(self._refusals - 1), now)
+        self._refusals += not suspect
+        self._open(Cause.REFUSED, PAUSE_S if suspect else pause(self._refusals - 1), now)
         return True
 
     def fail(self, request: RequestId, may_eject: bool, now: float) -> bool:

@@ -28,7 +28,7 @@ class Breakers:
         return Counter(route.breaker.state for route in self._table.routes.values())
 
     def refused(self, route: Route, request: Request, now: float) -> None:
-        if route.breaker.refuse(request.id, now):
+        if route.breaker.refuse(request.id, now, suspect=request.suspect):
             self._opened(route, "")
 
     def failed(self, route: Route, request: Request, why: str, now: float) -> None:

@@ -4,16 +4,20 @@ from itertools import chain
 
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.requests import Request
+from services.gateway.core.suspects import Suspects
 from services.gateway.core.table import Table
 from shared.ids import ModelName
 from shared.messages.load import ModelLoad
 
 
 class Demand:
-    def __init__(self, name: ModelName, table: Table, queue: FairQueue[Request]) -> None:
+    def __init__(
+        self, name: ModelName, table: Table, queue: FairQueue[Request], suspects: Suspects
+    ) -> None:
         self._name = name
         self._table = table
         self._queue = queue
+        self._suspects = suspects
         self._asked_requests = self._asked_tokens = 0
         """Requests that were submitted so far, and tokens of their prompts."""
         self._reported = 0
@@ -59,4 +63,5 @@ class Demand:
             kept_out={
                 key: route.breaker.why for key, route in routes.items() if route.breaker.faulty
             },
+            explained=self._suspects.explained,
         )

@@ -251,6 +251,10 @@ class Dispatch:
         """A gateway says what it has running. This gateway's own reports change nothing."""
         self._begin(load.gateway, now)
         self._hear_others(self._ledger.others.hear(load, now), now)
+        for each in load.models:
+            for model in list(self._models.values()) if each.explained else ():
+                if model.name == each.model:
+                    self._guard(model, now, model.hear_explained, each.explained, now)
         return self._flush()
 
     def _hear_others(self, changed: Changed, now: float) -> None:

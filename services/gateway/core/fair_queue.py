@@ -123,8 +123,12 @@ class FairQueue(Generic[T]):
             flow.base = flow.tag = max(flow.tag, rank.now)
             self._enter(rank, flow, share.tenant)
 
-    def put_back(self, items: Iterable[T]) -> None:
-        """Items that have begun and must begin again, to the head in the order given."""
+    def put_back(self, items: Iterable[T], *, last: bool = False) -> None:
+        """Items that have begun and must begin again, to the head in the order given; `last`: as
+        the last of those that must."""
+        if last:
+            self._again.update(dict.fromkeys(items))
+            return
         for item in reversed(list(items)):
             self._again[item] = None
             self._again.move_to_end(item, last=False)

@@ -64,7 +64,6 @@ class Model:
         self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
         self.queue: FairQueue[Request] = FairQueue()
         self.turns = Turns(self.table, self.queue, rules)
-        self.demand = Demand(name, self.table, self.queue)
         self._rules = rules
         self._ledger = ledger
         self._out = ledger.out
@@ -74,7 +73,10 @@ class Model:
             name, model_id, self.table, self._attempts, self._breakers, ledger, rules.check_s
         )
         self._setbacks = Setbacks(name, self.queue, self._attempts, self._checks, ledger, rules)
-        self._suspects = Suspects(self.table, self._attempts, ledger, self._setbacks.requeue)
+        self._suspects = Suspects(
+            model_id, self.table, self._attempts, ledger, self._setbacks.requeue
+        )
+        self.demand = Demand(name, self.table, self.queue, self._suspects)
         self._moves = Moves(name, self.table, self._attempts, ledger, rules.draw)
 
     @property
@@ -108,6 +110,7 @@ class Model:
         same_planner = new.epoch == self.table.version[0]
         give_back = self._suspects.break_off if same_planner else self._setbacks.give_back
         give_back(self.table.apply(new), "left the set", now)
+        self._suspects.seen(stage.node for each in new.instances for stage in each.stages)
         if self.table.version == (new.epoch, new.revision):
             self.turns.hear(new.coming, now)
         self._moves.tell(self.dispatch(now), new.trace)
@@ -115,6 +118,11 @@ class Model:
     def hear_others(self, changed: Collection[InstanceId], now: float) -> None:
         """Other gateways have said what they have running on these instances."""
         if self.table.hear_others(changed):
+            self.dispatch(now)
+
+    def hear_explained(self, nodes: Collection[NodeId], now: float) -> None:
+        """Another gateway has found out what killed these nodes."""
+        if self._suspects.hear(nodes):
             self.dispatch(now)
 
     def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
@@ -276,6 +284,7 @@ class Model:
             error = CapacityExceeded(f"{message}{said}: try again later", self.turns.turn_s(now))
             self._drop(request, error)
         self._breakers.look(now)
+        self._suspects.forget(now)
         for route in self.table.routes.values():
             for request in route.runs():
                 patience = self._rules.stall_s

@@ -160,10 +160,10 @@ class Route:
         self.total = Total(self.tokens)
         self.become(msgspec.structs.replace(self.instance, state=InstanceState.DRAINING))
 
-    def takes(self, now: float) -> bool:
+    def takes(self, now: float, *, suspect: bool = False) -> bool:
         return (
             self.place_in_open >= 0
-            and self.breaker.admits(now)
+            and self.breaker.admits(now, suspect=suspect)
             and all(self._fits(place) for place in self.places)
         )
 

@@ -118,7 +118,11 @@ def secluded(
 ) -> Route | None:
     """The instance for a suspect: one over whose nodes nothing runs, if there is one, and a replica
     rather than a path, because it brings fewer nodes into danger. None: see `choose`."""
-    free = [route for route in routes if route.is_free(now, shunned)]
+    free = [
+        route
+        for route in routes
+        if route.takes(now, suspect=True) and shunned.get(route.instance.id, now) <= now
+    ]
     order = [(not route.idle, len(route.places), route.load()) for route in free]
     return free[order.index(min(order))] if free else None
 

@@ -51,7 +51,7 @@ class Setbacks:
         """Ends the attempt; the request keeps away from its instance for a while."""
         shun(route, request, detail, now)
         self._attempts.take_off(route, request, detail, now)
-        self.requeue([request], reason, detail)
+        self.requeue([request], reason, detail, last=request.suspect)
 
     def give_back(self, gone: Iterable[Route], detail: str, now: float) -> None:
         orphans = []
@@ -66,8 +66,10 @@ class Setbacks:
                     orphans.append(request)
         self.requeue(orphans, "gone", detail)
 
-    def requeue(self, requests: list[Request], reason: str, detail: str) -> None:
-        """To the queue's head, in the order given."""
+    def requeue(
+        self, requests: list[Request], reason: str, detail: str, *, last: bool = False
+    ) -> None:
+        """To the queue's head, in the order given; `last`: behind others that begin again."""
         for request in reversed(requests):
             if request.check:
                 self._checks.broke(detail, died=reason == "gone" and request.failures > 0)
@@ -77,12 +79,13 @@ class Setbacks:
                 self._attempts.fail(request, LambdaScaleError(message))
             else:
                 self._out.append(Resumed(self._name, reason, detail, cause=self._ledger.cause))
-                self._queue.put_back([request])
+                self._queue.put_back([request], last=last)
 
 
 def shun(route: Route, request: Request, why: str, now: float) -> None:
     """The request keeps away from an instance that did not take it, longer each time. It does so
     for twice as long as others, so that they go first: the request may be too large for it."""
-    request.shunned[route.instance.id] = now + 2 * pause(request.refusals)
+    before = 0 if request.suspect else request.refusals
+    request.shunned[route.instance.id] = now + 2 * pause(before)
     request.refusals += 1
     request.refusal = why

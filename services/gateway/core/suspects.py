@@ -15,6 +15,13 @@ are suspects. Each goes on at once, but alone:
   suspects for the first time.
 - A suspect is cleared when it has the tokens that the node may have come to before it died. That
   takes a prefill and a few steps. Then the next suspect has its turn.
+- The suspect that has come last has the first turn: most of what kills a node does so at once.
+- When a suspect is refused, it is known who killed its two nodes. Everybody who was a suspect only
+  for these deaths is cleared, and who ran beside it becomes none. Other gateways hear of it with
+  the next load report (`ModelLoad.explained`).
+- A node that tries a suspect refuses those of other gateways. These ask again soon, in turn, since
+  a trial is short: such refusals make no longer pauses, neither for the instance nor for the
+  request.
 - A request that has just moved away from the node, and does not have these tokens yet, is a suspect
   too: the node may not have heard in time that the request had left.
 
@@ -30,10 +37,11 @@ A node that is found dead gets nothing more. Otherwise its one death would count
 So a request that kills whatever runs it kills two nodes; three if one of them died while its
 gateway could not hear it, because the bus was away. That node may have drawn more than MOST_UNHEARD
 tokens in vain, and then the request is cleared too early. It would have to run alone for much
-longer, and so would every other suspect.
+longer, and so would every other suspect. And if two requests that kill ran on one node, the second
+is cleared when the first is refused, so it kills one node more.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Set
 
 from services.gateway.core.attempts import Attempts
 from services.gateway.core.commands import AskWhetherAlive
@@ -42,19 +50,32 @@ from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.errors import EngineFailed, LambdaScaleError, RequestKillsNodes
-from shared.ids import NodeId
+from shared.ids import ModelId, NodeId
 
+TOLD_S = 10.0
+"""For so long a gateway tells others why nodes died."""
 Requeue = Callable[[list[Request], str, str], None]
 """(requests, reason, detail): puts requests that were taken off their instances back to the head of
 the queue."""
 
 
 class Suspects:
-    def __init__(self, table: Table, attempts: Attempts, ledger: Ledger, requeue: Requeue) -> None:
+    def __init__(
+        self,
+        model_id: ModelId,
+        table: Table,
+        attempts: Attempts,
+        ledger: Ledger,
+        requeue: Requeue,
+    ) -> None:
+        self._model_id = model_id
         self._table = table
         self._attempts = attempts
         self._ledger = ledger
         self._requeue = requeue
+        self._explained: dict[NodeId, float] = {}
+        """Nodes whose death was the doing of a request that was refused for it, and since when that
+        is known."""
 
     def break_off(
         self, gone: Collection[Route], why: str, now: float, dead: Collection[NodeId] = ()
@@ -68,28 +89,40 @@ class Suspects:
                     self._attempts.stay(route, request, why)
         # What nothing runs on may have left the set for another reason.
         nodes = frozenset(dead).union(*(route.nodes for route in gone if route.requests))
-        for route in gone:
-            for request in reversed(list(route.requests.values())):
-                self.broke(request, route, "gone", LambdaScaleError(why), now)
+        ran = [(request, route) for route in gone for request in reversed(route.requests.values())]
+        # Who has come last is the likeliest, and is tried first: most of what kills, kills at once.
+        ran.sort(key=lambda each: -len(each[0].tokens))
+        for request, route in ran:
+            self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
         for route in list(self._table.routes.values()) if nodes else ():
             for request in list(route.runs()):
                 if _has_just_left(request, nodes):
-                    self._break_off_there(request, route, why, now)
+                    self._break_off_there(request, route, why, now, dead)
 
-    def _break_off_there(self, request: Request, route: Route, why: str, now: float) -> None:
+    def _break_off_there(
+        self, request: Request, route: Route, why: str, now: float, dead: Collection[NodeId]
+    ) -> None:
         """The request is a suspect, but not for what happened on `route`."""
         assert request.left is not None
         if request.move is not None:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
         self._attempts.take_off(route, request, why, now)
         request.cleared_at, request.surely = request.left.before, True
+        request.blamed |= self._lost(request.left.nodes, dead)
+        self._clear_if_explained(request)
         self._requeue([request], "gone", why)
 
     def broke(
-        self, request: Request, route: Route, reason: str, error: LambdaScaleError, now: float
+        self,
+        request: Request,
+        route: Route,
+        reason: str,
+        error: LambdaScaleError,
+        now: float,
+        dead: Collection[NodeId] = (),
     ) -> None:
-        """The request's attempt on `route` broke off: a node may have died, or its engine failed
-        (EngineFailed: it says so itself)."""
+        """The request's attempt on `route` broke off: a node may have died (of `dead` it is known),
+        or its engine failed (EngineFailed: it says so itself)."""
         why = str(error)
         if request.move is not None:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
@@ -98,8 +131,10 @@ class Suspects:
         self._attempts.take_off(route, request, why, now)
         request.tried = tried
         failed = isinstance(error, EngineFailed)
+        if failed or reason == "gone":
+            request.blamed |= self._lost(route.nodes, dead)
         if request.tried and failed and request.surely:
-            self._attempts.fail(request, _refusal(why))
+            self._convict(request, why)
             return
         if failed or not request.tried:  # else the answer says it
             request.surely = failed or reason == "gone"
@@ -107,7 +142,13 @@ class Suspects:
             request.cleared_at = route.beyond(request, now)
         if request.tried or reason != "gone":
             self._ask(request, route)
+        self._clear_if_explained(request)
         self._requeue([request], reason, why)
+
+    def _lost(self, nodes: frozenset[NodeId], dead: Collection[NodeId]) -> frozenset[NodeId]:
+        """Those of a route's nodes that may be what broke it off."""
+        left = frozenset(node for node in nodes if not self._table.leads_over(node))
+        return nodes.intersection(dead) or left or nodes
 
     def _ask(self, request: Request, route: Route) -> None:
         """Has the request wait until it is known which nodes of the route live. A dead one must not
@@ -124,19 +165,73 @@ class Suspects:
         if not request.in_doubt or request.attempt != attempt:
             return False
         request.in_doubt = False
+        request.blamed |= frozenset(dead)
         guilty = request.tried and request.surely and bool(dead)
-        if guilty:
-            self._attempts.fail(request, _refusal(f"{', '.join(dead)} died"))
         request.surely = request.surely or bool(dead)
+        if guilty:
+            self._convict(request, f"{', '.join(dead)} died")
+        else:
+            self._clear_if_explained(request)
         return guilty
+
+    def _convict(self, request: Request, why: str) -> None:
+        """The request is what killed its nodes. So nobody else did."""
+        self._attempts.fail(request, _refusal(why))
+        self._explained |= dict.fromkeys(request.blamed, self._ledger.now)
+        for other in self._requests():
+            self._clear_if_explained(other)
+
+    def _clear_if_explained(self, request: Request) -> None:
+        self._clear_if_of(request, self._explained.keys())
+
+    def _clear_if_of(self, request: Request, explained: Set[NodeId]) -> bool:
+        known = bool(request.blamed) and request.blamed <= explained
+        if not (request.suspect and known) or request.in_doubt:
+            return False
+        self._clear(request, "cleared: another request killed its nodes")
+        return True
+
+    @property
+    def explained(self) -> tuple[NodeId, ...]:
+        """See ModelLoad."""
+        return tuple(self._explained)
+
+    def hear(self, explained: Collection[NodeId]) -> bool:
+        """Another gateway knows why these nodes died. Returns whether that clears anybody. What it
+        says is not kept: such a node may be back, and die again."""
+        known = self._explained.keys() | explained
+        cleared = [each for each in self._requests() if self._clear_if_of(each, known)]
+        return bool(cleared)
+
+    def _requests(self) -> Iterable[Request]:
+        """Those of the model."""
+        ids = self._ledger.requests.values()
+        return (request for request in ids if request.model_id == self._model_id)
+
+    def seen(self, nodes: Iterable[NodeId]) -> None:
+        """Instances lead over these nodes: if they had died, they are back."""
+        if self._explained:
+            for node in nodes:
+                self._explained.pop(node, None)
+
+    def forget(self, now: float) -> None:
+        """Forgets what everybody has heard."""
+        for node, since in list(self._explained.items()):
+            if now - since > TOLD_S:
+                del self._explained[node]
 
     def clear(self, request: Request) -> bool:
         """Clears a suspect that got past where its node died. Returns whether it did now."""
         if request.cleared_at is None or request.due < request.cleared_at:
             return False
-        self._attempts.route(request).clear(request)
-        self._ledger.tell(request, "cleared: it got past where its node died")
+        self._clear(request, "cleared: it got past where its node died")
         return True
+
+    def _clear(self, request: Request, why: str) -> None:
+        if request.running:
+            self._attempts.route(request).clear(request)
+        request.cleared_at, request.blamed = None, frozenset()
+        self._ledger.tell(request, why)
 
 
 def _has_just_left(request: Request, nodes: Collection[NodeId]) -> bool:

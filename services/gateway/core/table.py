@@ -141,6 +141,10 @@ class Table:
         self._forget(gone)
         return gone
 
+    def leads_over(self, node: NodeId) -> bool:
+        """Whether any route leads over the node."""
+        return node in self._nodes
+
     def has_free(self, now: float) -> bool:
         """Whether a request may begin on any instance now."""
         return any(route.begins(now, {}) for route in self.open)

@@ -294,6 +294,8 @@ class Batcher:
         self._parts_ran += 1
         if self._parts_ran % GROW_AFTER == 0:
             self._step_tokens = min(self._step_tokens + 1, self._most_tokens)
+        if part.stage:
+            self._follower.done(part)
         if part.stage + 1 < len(part.path.stages):
             return self._passed_on(part, hidden)
         self.tokens_out += sum(map(len, sampled))

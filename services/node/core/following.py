@@ -86,6 +86,8 @@ class Followed:
     position: int = 0
     """Positions that were run here or are queued."""
     ran: int = 0
+    """Positions that were run here, or run now."""
+    done: int = 0
     """Positions that were run here."""
     alone_until: int = 0
     """See `Submit.alone_until`."""
@@ -103,7 +105,8 @@ class Followed:
 
     @property
     def on_trial(self) -> bool:
-        return self.position < self.alone_until
+        # The last token that it is tried for is drawn by the step that runs the one before.
+        return self.done < self.alone_until - 1
 
     @property
     def kv_soon(self) -> int:
@@ -273,6 +276,12 @@ class Follower:
                 followed.ran = row.position + row.count
         taken = {id(part) for part in parts}
         self.queue = [queued for queued in self.queue if id(queued[1]) not in taken]
+
+    def done(self, part: Part) -> None:
+        """The part was run."""
+        for row in part.rows:
+            if followed := self.sequences.get(row.sequence):
+                followed.done = row.position + row.count
 
     def free(self, message: Free) -> list[Command]:
         return self.end(message.sequences)

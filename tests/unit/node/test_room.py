@@ -247,14 +247,17 @@ def test_a_suspect_waits_for_no_room() -> None:
     queue(core, prompt("other", WHOLE, 40))
 
 
-def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else() -> None:
+def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else_until_it_ran() -> None:
     (asked,) = ask(batcher(), msgspec.structs.replace(prompt("r", TWO, 2), alone_until=3))
     assert asked.alone_until == 3
     core = batcher()
-    core.received(msgspec.structs.replace(admit("x#1", tokens=2), alone_until=3))
+    core.received(msgspec.structs.replace(admit("x#1", tokens=2), alone_until=4))
     for position, count in ((0, 2), (2, 1)):
         with pytest.raises(CapacityExceeded, match="while it tries request x"):
             queue(core, prompt("s", WHOLE, 1))
         core.received(Forward(FROM_C, 1, 1, (Row("x#1", position, count, 50),)))
-        take(core)
+        running = take(core)
+        with pytest.raises(CapacityExceeded, match="while it tries request x"):
+            queue(core, prompt("s", WHOLE, 1))
+        run(core, running)
     queue(core, prompt("s", WHOLE, 1))

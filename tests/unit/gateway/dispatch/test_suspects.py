@@ -2,8 +2,10 @@
 
 import pytest
 
+from services.gateway.core.breaker import PAUSE_S
 from services.gateway.core.commands import AskWhetherAlive, Command, End, Send
 from services.gateway.core.routes import PAST
+from services.gateway.core.suspects import TOLD_S
 from shared.errors import BusTimeout, CapacityExceeded, NoResponders, RequestKillsNodes
 from shared.ids import GatewayId, RequestId
 from shared.messages.instances import Instance, InstanceState
@@ -130,7 +132,7 @@ def test_a_suspect_that_ends_makes_room_for_the_next() -> None:
     driver.dispatch.validate()
 
 
-def test_of_those_beside_a_suspect_nobody_is_refused() -> None:
+def test_of_those_beside_a_suspect_nobody_is_refused_or_suspected() -> None:
     driver = Driver(replica(2))
     driver.admit("beside")
     driver.publish(replica(2), replica(1, capacity=1e9))
@@ -142,7 +144,121 @@ def test_of_those_beside_a_suspect_nobody_is_refused() -> None:
     assert ask.request == "a"
     judge(driver, ask, dead=True)
     (send,) = [each for each in driver.publish(replica(3)) if isinstance(each, Send)]
-    assert (send.submit.request, send.submit.alone_until > 0) == ("beside", True)
+    assert (send.submit.request, send.submit.alone_until) == ("beside", 0)
+
+
+def convicted(driver: Driver, name: str, number: int) -> list[Command]:
+    """The suspect's second attempt, on this replica, kills it."""
+    driver.take(name, 2)
+    (ask,) = asked(dies(driver, number))
+    assert ask.request == name
+    commands = judge(driver, ask, dead=True)
+    driver.dispatch.validate()
+    return commands
+
+
+def alone(commands: list[Command]) -> dict[str, bool]:
+    """Who is sent, and whether alone."""
+    sends = [each.submit for each in commands if isinstance(each, Send)]
+    return {submit.request: submit.alone_until > 0 for submit in sends}
+
+
+def test_when_it_is_known_who_did_it_the_others_go_on_together() -> None:
+    driver = Driver()
+    suspects(driver, "a", "b", "c", "d")
+    driver.publish(replica(2), replica(3))  # b is tried on replica 3 meanwhile
+    commands = convicted(driver, "a", 2)
+    assert refused(commands) == ["a"]
+    assert alone(commands) == {"c": False, "d": False}
+    assert alone(driver.admit("new")) == {"new": False}, "nor is b a suspect any more"
+    driver.dispatch.validate()
+
+
+def test_who_did_it_says_nothing_of_another_death() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(5))  # a is tried on replica 2
+    driver.admit("b")
+    assert alone(driver.publish(replica(2))) == {}, "b's node left the set"
+    driver.publish(replica(2))
+    commands = convicted(driver, "a", 2) + driver.publish(replica(3))
+    assert (refused(commands), alone(commands)) == (["a"], {"b": True})
+
+
+def test_who_is_asked_about_has_to_be_answered_first() -> None:
+    """Request b ran beside a, and then something else killed the node where b was tried."""
+    driver = Driver()
+    suspects(driver, "a", "b")
+    driver.publish(replica(2), replica(3))
+    driver.take("b", 2)
+    (ask,) = asked(dies(driver, 3))
+    assert refused(convicted(driver, "a", 2)) == ["a"]
+    assert refused(judge(driver, ask, dead=True)) == ["b"]
+
+
+def test_a_node_that_is_back_may_die_of_something_else() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    convicted(driver, "a", 2)
+    driver.publish(replica(2))
+    driver.admit("b")
+    dies(driver, 2)
+    assert alone(driver.publish(replica(3))) == {"b": True}
+
+
+def test_what_was_running_on_the_dead_node_is_heard_of_late() -> None:
+    """Replica 2 is found dead before its path leaves the set."""
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), path(2, 3))
+    convicted(driver, "a", 2)
+    assert alone(driver.admit("b")) == {}
+    assert alone(driver.publish(replica(3))) == {"b": False}
+
+
+def test_the_request_that_came_last_is_tried_first() -> None:
+    driver = Driver(replica(1))
+    driver.admit("old", "young")
+    for index in range(3):
+        driver.give("old", 1, index)
+    driver.give("young", 1, 0)
+    driver.admit("new", "newer")
+    dies(driver, 1)
+    order = [sent(driver.publish(*map(replica, range(2, upto))))[0][0] for upto in range(3, 7)]
+    assert order == ["new", "newer", "young", "old"]
+
+
+def test_gateways_tell_each_other_who_did_it() -> None:
+    driver, other = Driver(), Driver()
+    suspects(driver, "a")
+    suspects(other, "b", "c")
+    for each in driver, other:
+        each.publish(replica(2), replica(3))
+    (load,) = driver.dispatch.loads(0)
+    assert load.explained == ()
+    convicted(driver, "a", 2)
+    (load,) = driver.dispatch.loads(0)
+    assert set(load.explained) == {replica(1).leader, replica(2).leader}
+    said = GatewayLoad(gateway=GatewayId("one"), models=(load,))
+    other.dispatch.on_load(said, other.now)
+    assert alone(other.admit("new")) == {"new": False}, "where b was tried"
+    assert not asked(dies(other, 3)), "nobody was a suspect"
+    other.dispatch.validate()
+    driver.later(TOLD_S + 1)
+    (load,) = driver.dispatch.loads(0)
+    assert load.explained == ()
+
+
+def test_a_node_that_tries_another_gateway_s_suspect_is_asked_again_soon() -> None:
+    """Refusals of suspects make no longer pauses, and each suspect has its turn."""
+    driver = Driver()
+    suspects(driver, "a", "b", "c")
+    starts = sent(driver.publish(replica(2)))
+    for _ in range(8):
+        ((name, _, attempt),) = starts[-1:]
+        starts += sent(driver.refuse(name, attempt)) + sent(driver.later(PAUSE_S))
+    assert [name for name, *_ in starts] == [*"abc"] * 3
 
 
 @pytest.mark.parametrize("by_another", [False, True])
