@@ -6,15 +6,16 @@ ARG BASE=python:3.11-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE} AS base
 # Nodes compile their kernels for the processor they run on (services/node/engine/kernels). They are not optimised
-# while they are linked, so what does that (32 MB) is left out.
+# while they are linked, so what does that (64 MB) is left out. No two builds have the same caches and logs.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev \
-    && rm -rf /var/lib/apt/lists/* /usr/lib/gcc/*/*/lto1
+    && rm -rf /usr/lib/gcc/*/*/lto1 /usr/bin/*lto-dump* /var/lib/apt/lists/* /var/cache/*/* /var/log/*
 
 FROM base AS build
 ARG TORCH=cpu
-# With SOURCE_DATE_EPOCH, compiled files hold a digest of their source, and not its time: two builds make the same.
-ENV LS_TORCH=$TORCH PIP_NO_CACHE_DIR=1 SOURCE_DATE_EPOCH=0 PYTHONHASHSEED=0
+# With SOURCE_DATE_EPOCH, compiled files hold a digest of their source, and not its time: two builds make the same. Only
+# compileall makes any.
+ENV LS_TORCH=$TORCH PIP_NO_CACHE_DIR=1 SOURCE_DATE_EPOCH=0 PYTHONHASHSEED=0 PYTHONDONTWRITEBYTECODE=1
 WORKDIR /opt/lambdascale
 COPY lambdascale ./
 COPY requirements/torch.lock requirements/
@@ -38,7 +39,7 @@ RUN .venv/bin/python -m compileall -q shared services simulation benchmarks
 
 FROM base
 # No --create-home: it would put a shell's dotfiles into the nodes' volumes.
-RUN useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale \
+RUN SOURCE_DATE_EPOCH=0 useradd --uid 10001 --user-group --no-log-init --home-dir /var/lib/lambdascale \
     --shell /usr/sbin/nologin lambdascale \
     && install -d -o lambdascale -g lambdascale -m 750 /var/lib/lambdascale \
     && install -d -o lambdascale -g lambdascale -m 700 /credentials

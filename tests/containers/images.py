@@ -4,6 +4,7 @@ Debian's own Python stands in for python:slim, and the collector of this folder 
 ones are not tested.
 """
 
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from tests.containers.engine import Engine, mirror
 
+ROOT = Path(__file__).parents[2]
 PYTHON = """\
 FROM debian-python
 COPY ca.crt /etc/ssl/certs/ca-certificates.crt
@@ -31,6 +33,12 @@ COPY collector.py /collector.py
 ENTRYPOINT ["python", "/collector.py"]
 CMD []
 """
+
+
+def base() -> str:
+    """The name of the image that ours is built on."""
+    (name,) = re.findall("(?m)^ARG BASE=(.*)$", (ROOT / "Dockerfile").read_text())
+    return str(name)
 
 
 def _context(engine: Engine, name: str, dockerfile: str) -> Path:
