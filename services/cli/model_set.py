@@ -168,7 +168,7 @@ async def _set(args: argparse.Namespace) -> int:
         return 0
     fixed = wanted(record.min_instances, record.max_instances, None)
     said = rules(msgspec.to_builtins(record))
-    say(f"{record.name}: {fixed} instances{said and ', '}{said}")
+    say(f"{record.name}: instances {fixed}{said and ', '}{said}")
     return 0
 
 

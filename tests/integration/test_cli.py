@@ -57,7 +57,7 @@ async def test_from_up_to_down(directory: Path) -> None:
     asleep = await run("status", "--json")
     assert asleep.document["instances"] == []
     kept = await run("model", "set", "tiny", "--min-instances", "1")
-    assert kept.err == "tiny: 1 to all nodes instances\n"
+    assert kept.err == "tiny: instances 1 to all nodes\n"
     await until_served(run)
 
     again = await run("up", "--detach")
