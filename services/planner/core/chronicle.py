@@ -194,11 +194,15 @@ class Chronicle:
 
 
 def _is_news(last: Count, count: Count) -> bool:
-    replicas = (last.serving, last.granted, last.wanted)
-    if replicas != (count.serving, count.granted, count.wanted):
+    if _replicas(last) != _replicas(count):
         return True
-    loads = (last.queued, last.running) != (count.queued, count.running)
+    loads = (last.queued, last.running, last.wanted) != (count.queued, count.running, count.wanted)
     return loads and count.at_ns - last.at_ns >= COUNT_S * 1e9
+
+
+def _replicas(count: Count) -> tuple[int, int, bool]:
+    """How many more are wanted than there are is a load, which changes all the time."""
+    return count.serving, count.granted, count.wanted > count.granted
 
 
 def _since(items: Iterable[_Timed], since_ns: int) -> tuple[_Timed, ...]:

@@ -143,7 +143,7 @@ def test_counts_say_only_what_is_new() -> None:
     second = 1_000_000_000
     for at_ns, queued, wanted in (
         (0, 0, 1), (second, 0, 1), (2 * second, 3, 1), (2 * second + 1, 4, 1),
-        (2 * second + 2, 4, 2), (3 * second, 4, 2),
+        (2 * second + 2, 4, 2), (2 * second + 3, 4, 5), (2 * second + 4, 4, 2), (3 * second, 4, 2),
     ):  # fmt: skip
         known.count(NAMED, counted(at_ns, queued=queued, wanted=wanted))
     assert [c.at_ns for c in known.counts(NAMED, 0)] == [0, 2 * second, 2 * second + 2]
@@ -157,7 +157,7 @@ def test_counts_are_shared_by_the_models(monkeypatch: pytest.MonkeyPatch) -> Non
     known = Chronicle()
     for number in range(20):
         for name in ("one", "two"):
-            known.count(ModelName(name), counted(number, wanted=number))
+            known.count(ModelName(name), counted(number, wanted=number % 2 + 1))
     assert [c.at_ns for c in known.counts(ModelName("one"), 0)] == list(range(15, 20))
 
 
