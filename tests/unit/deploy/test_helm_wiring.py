@@ -1,6 +1,7 @@
 """The Helm chart: that its parts find and reach each other."""
 
 import subprocess
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,23 @@ KEDA_MOST = 16
 """As many nodes as there may be with EVERYTHING."""
 Documents = list[dict[str, Any]]
 APP = "app.kubernetes.io"
-DEFAULTS, ALL = rendered({}), rendered(EVERYTHING)
-both = pytest.mark.parametrize("documents", [DEFAULTS, ALL], ids=["defaults", "everything"])
 of_each_role = pytest.mark.parametrize("role", ROLES)
+
+
+@cache
+def defaults() -> Documents:
+    return rendered({})
+
+
+@cache
+def everything() -> Documents:
+    return rendered(EVERYTHING)
+
+
+@pytest.fixture(params=[defaults, everything], ids=["defaults", "everything"])
+def documents(request: pytest.FixtureRequest) -> Documents:
+    found: Documents = request.param()
+    return found
 
 
 def specs(documents: Documents, kind: str) -> dict[str, Any]:
@@ -42,7 +57,6 @@ def opened(documents: Documents, role: str) -> dict[str, int]:
     return {each["name"]: each["containerPort"] for each in container(documents, role)["ports"]}
 
 
-@both
 def test_services_lead_to_ports_that_are_open(documents: Documents) -> None:
     services = specs(documents, "Service")
     for spec in services.values():
@@ -60,7 +74,6 @@ def test_services_lead_to_ports_that_are_open(documents: Documents) -> None:
         assert specs(documents, "StatefulSet")[f"demo-{kind}"]["serviceName"] == f"demo-{kind}"
 
 
-@both
 @of_each_role
 def test_processes_listen_where_they_are_looked_for(documents: Documents, role: str) -> None:
     config = config_of(documents, role)
@@ -77,7 +90,6 @@ def test_processes_listen_where_they_are_looked_for(documents: Documents, role: 
         assert opened(documents, role)["scaler"] == config.planner.scaler_port
 
 
-@both
 def test_policies_let_through_what_is_needed_and_from_whom(documents: Documents) -> None:
     policies = specs(documents, "NetworkPolicy")
     assert set(policies) == {f"demo-{role}" for role in (*ROLES, "nats")}
@@ -98,14 +110,13 @@ def test_policies_let_through_what_is_needed_and_from_whom(documents: Documents)
     (on_bus,), (to_nodes,) = who("nats", 4222), who("node", 7000)
     assert on_bus["podSelector"]["matchLabels"] == own
     assert to_nodes["podSelector"]["matchLabels"] == own | {f"{APP}/component": "node"}
-    clients = EVERYTHING["networkPolicy"]["clients"] if documents is ALL else None
+    clients = EVERYTHING["networkPolicy"]["clients"] if documents is everything() else None
     assert who("gateway", 8000) == clients
 
 
-@both
 def test_one_of_a_role_goes_at_a_time(documents: Documents) -> None:
     several = {"demo-registry", "demo-planner", "demo-gateway", "demo-node"}
-    several |= {"demo-nats"} if documents is ALL else set()
+    several |= {"demo-nats"} if documents is everything() else set()
     budgets = specs(documents, "PodDisruptionBudget")
     assert {name: spec["maxUnavailable"] for name, spec in budgets.items()} == dict.fromkeys(
         several, 1
@@ -123,15 +134,15 @@ def test_pods_are_made_anew_when_settings_change() -> None:
         }
 
     (before,), (after,) = (
-        stamps(DEFAULTS),
+        stamps(defaults()),
         stamps(rendered({"settings": {"planner": {"idle_s": 1}}})),
     )
     assert before != after
 
 
 def test_a_gateway_that_ends_is_told_of_first() -> None:
-    hook = container(DEFAULTS, "gateway")["lifecycle"]["preStop"]["exec"]["command"]
-    grace = dict(pods(DEFAULTS))["gateway"]["terminationGracePeriodSeconds"]
+    hook = container(defaults(), "gateway")["lifecycle"]["preStop"]["exec"]["command"]
+    grace = dict(pods(defaults()))["gateway"]["terminationGracePeriodSeconds"]
     assert hook == ["sleep", "5"]
     assert grace > 15, "that, and the five seconds in which it drains"
 
@@ -156,31 +167,31 @@ def test_nodes_have_what_their_values_say() -> None:
     assert mounts[DATA_DIR]["name"] == "data"
     apart = pod["affinity"]["podAntiAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
     assert apart[0]["topologyKey"] == "kubernetes.io/hostname"
-    assert config_of(DEFAULTS, "node").node.device == "cpu"
+    assert config_of(defaults(), "node").node.device == "cpu"
 
 
 def test_keda_scales_the_nodes_between_its_bounds() -> None:
     values = {"keda": {"enabled": True, "min": 2, "max": 9, "behavior": {"scaleUp": {}}}}
     spec = specs(rendered(values), "ScaledObject")["demo-node"]
     target = spec["scaleTargetRef"]
-    assert target["name"] in specs(ALL, target["kind"])
+    assert target["name"] in specs(everything(), target["kind"])
     assert (spec["minReplicaCount"], spec["maxReplicaCount"]) == (2, 9)
     scaler = spec["advanced"]["horizontalPodAutoscalerConfig"]
     assert scaler == {"behavior": {"scaleUp": {}}}
 
 
 def test_prometheus_finds_every_process_as_the_alerts_know_it() -> None:
-    spec = specs(ALL, "PodMonitor")["demo"]
+    spec = specs(everything(), "PodMonitor")["demo"]
     (endpoint,) = spec["podMetricsEndpoints"]
-    assert all(endpoint["port"] in opened(ALL, role) for role in ROLES)
+    assert all(endpoint["port"] in opened(everything(), role) for role in ROLES)
     jobs = [each for each in endpoint["relabelings"] if each["targetLabel"] == "job"]
     assert jobs == [{"targetLabel": "job", "replacement": "lambdascale"}]
     rules = YAML(typ="safe", pure=True).load(DEPLOY / "prometheus" / "rules.yml")
-    assert specs(ALL, "PrometheusRule")["demo"] == rules
+    assert specs(everything(), "PrometheusRule")["demo"] == rules
 
 
 def test_a_picker_that_is_away_lets_any_gateway_answer() -> None:
-    reference = specs(ALL, "InferencePool")["demo-gateway"]["endpointPickerRef"]
+    reference = specs(everything(), "InferencePool")["demo-gateway"]["endpointPickerRef"]
     assert reference["failureMode"] == "FailOpen"
 
 
@@ -190,7 +201,7 @@ def test_every_process_gets_the_files_that_its_settings_name(tmp_path: Path) -> 
     nats = "demo-nats-0.demo-nats"
     assert main(["init", str(made), "--nats", nats, "--node", "demo-node-0"]) == 0
     directories = {role: made / role for role in ROLES} | {"node": made / "nodes/demo-node-0"}
-    for role, pod in pods(ALL):
+    for role, pod in pods(everything()):
         directory = directories.get(role, made / "nats" / nats)
         volume = next(each for each in pod["volumes"] if each["name"] == "secret")
         there = {file.name for file in directory.iterdir()}
@@ -203,7 +214,7 @@ def test_every_process_gets_the_files_that_its_settings_name(tmp_path: Path) -> 
             most = EVERYTHING["nats"]["replicas"] if role == "nats" else KEDA_MOST
             assert len({each["name"] for each in secrets}) == most
         if role != "nats":
-            config = config_of(ALL, role)
+            config = config_of(everything(), role)
             files = [
                 *(config.bus.tls_authority, config.node.secret_file, config.node.signers_file),
                 *(config.node.tls_certificate, config.node.tls_key, config.node.tls_authority),
