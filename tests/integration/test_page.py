@@ -2,6 +2,7 @@
 and wide, and without any fault that axe finds. Needs Chromium (Debian's `chromium`)."""
 
 import asyncio
+import json
 import math
 import shutil
 from collections.abc import AsyncIterator
@@ -11,6 +12,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from services.cli.report import of_event, write
@@ -122,6 +124,34 @@ async def check_playground(page: Any, url: str) -> None:
     assert "node-" in await legs.first.inner_text()
 
 
+async def check_many_nodes(browser: Any, url: str, said: list[str]) -> None:
+    """What the gateway says, with each of its nodes 334 times."""
+
+    async def answer(route: Any) -> None:
+        async with aiohttp.ClientSession() as session, session.get(f"{url}/cluster") as response:
+            first = await response.content.readuntil(b"\n\n")
+        change = json.loads(first.removeprefix(b"data: "))
+        nodes = change["put"]["nodes"].items()
+        change["put"]["nodes"] = {f"{name}-{n}": node for name, node in nodes for n in range(334)}
+        told = f"data: {json.dumps(change)}\n\n"
+        await route.fulfill(body=told, content_type="text/event-stream")
+
+    for width, scheme in ((400, "dark"), (2000, "light")):
+        page = await opened(browser, width, scheme, said)
+        await page.route("**/cluster", answer)
+        await page.goto(f"{url}/#cluster")
+        await page.get_by_role("img", name="1,002 nodes").wait_for()
+        await page.get_by_text("and 902 more").wait_for()
+        wide, room = await page.evaluate("[document.body.scrollWidth, window.innerWidth]")
+        assert wide <= room
+        await page.evaluate(AXE)
+        assert await page.evaluate(FAULTS) == []
+        await page.get_by_label("Only nodes with").fill("node-2-333")
+        await page.get_by_text("and 902 more").wait_for(state="detached")
+        table = page.locator("table", has=page.get_by_text("Nodes", exact=True))
+        assert await table.locator("tbody tr").count() == 1
+
+
 async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:
     said: list[str] = []
     async with (
@@ -141,6 +171,7 @@ async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:
             await check_event(page, up.record.n_blocks)
         await check_comparison(early, up.url)
         await check_playground(early, up.url)
+        await check_many_nodes(browser, up.url, said)
         write(tmp_path / "event.html", *await of_event(up.bus, "last"))
         alone = await opened(browser, 1280, "light", said)
         await alone.context.set_offline(True)
