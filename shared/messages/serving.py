@@ -182,6 +182,8 @@ class Token(msgspec.Struct, frozen=True, array_like=True):
     vector: bytes = b""
     """The prompt's vector, if that is what was asked for: float32, little-endian, not normalised.
     The token then means nothing. A node of the release before gives a token and no vector."""
+    alone: bool = False
+    """Whether the attempt began on a path, and its leader runs it alone by now."""
 
 
 class Scores(msgspec.Struct, frozen=True, array_like=True):

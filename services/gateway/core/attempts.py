@@ -33,7 +33,7 @@ class Attempts:
         instance = route.instance
         request.submissions += 1
         request.attempt = request.submissions
-        request.instance = instance.id
+        request.instance, request.alone = instance.id, False
         self._ledger.step(request, State.SUBMITTED, f"{instance.id} {why}".rstrip())
         request.progress_at = request.submitted_at = now
         request.asked_at = request.answered_at = None
@@ -67,12 +67,25 @@ class Attempts:
         self._out.append(Resumed(self._name, reason, f"to {move.instance}", cause=cause))
         request.move = None
         self._ledger.step(request, State.SUBMITTED, f"{reason}, on {move.instance}")
-        request.attempt, request.instance = move.attempt, move.instance
+        request.attempt, request.instance, request.alone = move.attempt, move.instance, False
         request.charge, request.prefill = move.charge, move.prefill
         request.waiting_since += now - request.progress_at
         request.progress_at, request.submitted_at = now, move.since
         request.asked_at = request.answered_at = None
         self._trace(request, self._table.routes.get(move.instance))
+
+    def settle(self, request: Request) -> Route:
+        """The leader of the request's path runs it alone by now. So it counts where that serves as
+        a replica, unless it moves elsewhere. Returns where it counts."""
+        request.alone = True
+        path = self.route(request)
+        replica = self._table.replicas.get(path.instance.leader)
+        if replica is None or replica is path or request.move is not None:
+            return path
+        self._end(path, request, request.charge, request.prefill)
+        request.instance = replica.instance.id
+        self._begin(replica, request, request.charge, request.prefill)
+        return replica
 
     def stay(self, target: Route, request: Request, why: str) -> None:
         """Gives up the request's move. The request goes on where it is."""

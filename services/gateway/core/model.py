@@ -193,6 +193,8 @@ class Model:
         self._out.append(said)
         if first or finish:
             affinity.learn(self.table, request, route)
+        if token.alone:
+            route = self._attempts.settle(request)
         if request.check:
             self._attempts.close(request, State.DONE, finish)
             self._checks.done(route, now)

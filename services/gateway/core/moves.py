@@ -64,7 +64,9 @@ class Moves:
             (request, route)
             for route in self._table.moving
             for request in route.runs()
-            if request.move is None and not request.suspect and request.has_token == with_token
+            if request.move is None
+            and not (request.suspect or request.alone)
+            and request.has_token == with_token
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
             target = routing.refuge(routes, now, request.shunned)
@@ -83,11 +85,20 @@ class Moves:
                     context=context,
                     behind=target.unanswered,
                 )
-            stays = costs.stays if costs else not with_token and _runs(source, target)
+            stays = costs.stays if costs else not with_token and self._runs(source, target)
             judged.append(Judged(request, source, costs, stays))
             if not stays:
                 self._attempts.begin_move(request, target, now)
         return judged
+
+    def _runs(self, path: Route, target: Route) -> bool:
+        """Whether the path's prompts are run as soon as on the target: its first two stages share
+        them as they can (`services.node.core.live_scaling`). If it has no others, either of them
+        runs them whole once it is complete; elsewhere what has run would be run anew."""
+        first_two = {stage.node for stage in path.instance.stages[:2]}
+        if path.is_pair:
+            return not first_two.isdisjoint(self._table.replicas)
+        return target.instance.is_replica and target.instance.leader in first_two
 
     def share(self, now: float) -> None:
         """Submits prompts that wait for a replica to the pair of a node that loads beside it and
@@ -160,13 +171,6 @@ def _waiting(replica: Route) -> list[Request]:
             found.append(request)
         ahead += request.prefill
     return found
-
-
-def _runs(path: Route, target: Route) -> bool:
-    """Whether the target is a replica on a node that runs the path's prompts anyway, as the first
-    stage or the second one: these share them as they can."""
-    first_two = {stage.node for stage in path.instance.stages[:2]}
-    return target.instance.is_replica and target.instance.leader in first_two
 
 
 def _goes_on(request: Request) -> bool:

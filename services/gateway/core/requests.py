@@ -134,6 +134,8 @@ class Request:
     """Where the attempt runs; set exactly in SUBMITTED, STREAMING and MOVING."""
     check: bool = False
     """Whether it checks an instance (`services.gateway.core.checks`). No client waits for it."""
+    alone: bool = False
+    """Whether the attempt began on a path, and its leader runs it alone by now (`Token.alone`)."""
     move: Move | None = None
     """Set exactly in MOVING."""
     left: Left | None = None

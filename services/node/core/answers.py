@@ -37,7 +37,16 @@ def tokens_of(
         first = not sequence.preempted and len(sequence.tokens) == sequence.prompt
         cached = sequence.cached if first else 0
         index, finish = sequence.append(token)
-        out = Token(submit.request, submit.attempt, index, token, finish.value, its, cached)
+        out = Token(
+            submit.request,
+            submit.attempt,
+            index,
+            token,
+            finish.value,
+            its,
+            cached,
+            alone=sequence.alone,
+        )
         commands.append(Emit(submit.gateway, out, cause=cause))
         if finish is not Finish.NOT_YET:
             break

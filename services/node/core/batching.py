@@ -302,7 +302,8 @@ class Batcher:
         tokens = tuple(zip(part.keys, sampled, strict=True))
         message = Sampled(part.batch, tokens, dict(logprobs or {}), dict(vectors or {}))
         if part.stage == 0:
-            return self._leader.sampled(message, self._tick())
+            freed = self._leader.ended(part) if part.resumes_at else []
+            return freed + self._leader.sampled(message, self._tick())
         return [Send(part.path.leader, message, cause=self._handled.cause)]
 
     def failed(self, part: Part, why: Failure) -> list[Command]:

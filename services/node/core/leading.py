@@ -137,7 +137,8 @@ class Leader:
         newest = self._attempts.get(submit.request)
         for sequence in older:
             known = sequence.submit
-            if (known.attempt, known.stages) == (submit.attempt, submit.stages):
+            same_path = known.stages == submit.stages or sequence.alone
+            if known.attempt == submit.attempt and same_path:
                 _check_goes_on(sequence)
                 return []
         if newest is not None and submit.attempt <= newest:
@@ -375,13 +376,28 @@ class Leader:
         for key in first:
             running[key].in_line = True
         if first:
-            self.line.add(waits, min(running[key].admitted for key in first))
+            sequences = [running[key] for key in first]
+            # A grammar is made where tokens are drawn, which was to be the last stage.
+            may_end = not any(sequence.has_grammar for sequence in sequences)
+            self.line.add(waits, min(s.admitted for s in sequences), may_end=may_end)
         forwards = [self._forward(later)] if later.rows else []
         return forwards + self._pass_on()
 
     def pulled(self, message: Pull) -> list[Command]:
         self.line.pull(message.by, message.positions)
         return self._pass_on()
+
+    def ended(self, part: Part) -> list[Command]:
+        """A part that waited in line has run to the end of the model: its sequences go on here
+        alone, and the other stages forget them."""
+        self.line.drop(part.keys)
+        elsewhere: list[tuple[str, SequenceKey]] = []
+        for key in part.keys:
+            if sequence := self.led.running.get(key):
+                elsewhere += [(address, key) for address in sequence.path.followers]
+                sequence.in_line = False
+                self.led.cut(sequence, part.path)
+        return frees(elsewhere, self._handled.cause)
 
     def _pass_on(self) -> list[Command]:
         """Passes on what has waited longest in line, as far as next stages take it."""

@@ -7,7 +7,8 @@ earliest prompt, and when the next stage has nothing of it to do, it takes the e
 blocks are of use from the moment at which they arrive, also for prompts that began before.
 
 The cut that the planner chose is the least: the first stage runs its part, and further blocks only
-if it holds them and the next stage is busy. The last block of the next stage is left to it. A
+if it holds them and the next stage is busy. The last block of the next stage is left to it, unless
+the first stage holds the whole model by then: it runs the prompt to its end, and goes on alone. A
 prompt's cut is where it stays, because the KV stays where it was made. A prompt that is longer than
 a step is cut with its first micro-batch.
 """
@@ -31,8 +32,17 @@ class Waiting:
     """Its last part here. It is cut where it has come to."""
     since: int
     """Its place in the line, in the scheduler's ticks."""
+    may_end: bool
+    """Whether it may run to the end of the model here."""
     aboard: bool = False
     """Whether it runs on at this moment."""
+
+    def block(self, held: Collection[int]) -> int | None:
+        """The block that can run next, if this node holds `held`."""
+        block, last = self.part.stop, self.part.path.stages[1].stop - 1
+        whole = len(self.part.path.stages) == 2 and len(held) > last
+        ends = block < last or (self.may_end and whole)
+        return block if ends and not self.aboard and block in held else None
 
 
 class Line:
@@ -48,17 +58,16 @@ class Line:
     def __bool__(self) -> bool:
         return bool(self._waiting)
 
-    def add(self, part: Part, since: int) -> None:
+    def add(self, part: Part, since: int, *, may_end: bool) -> None:
         """The part is through. A part of the same micro-batch may have come before it."""
-        self._waiting[part.batch] = Waiting(part, since)
+        self._waiting[part.batch] = Waiting(part, since, may_end)
 
     def pieces(self) -> Iterator[tuple[int, Part]]:
         """What can run on here, with its place in the line."""
         for waiting in self._waiting.values():
             part = waiting.part
-            block = part.stop
-            last = part.path.stages[1].stop - 1
-            if not waiting.aboard and block < last and block in self._held(part.model_id):
+            block = waiting.block(self._held(part.model_id))
+            if block is not None:
                 path = part.path.cut_at(block + 1)
                 yield waiting.since, replace(part, path=path, resumes_at=block)
 

@@ -49,10 +49,13 @@ class Path(msgspec.Struct, frozen=True):
         return any(stage.address == address for stage in self.stages)
 
     def cut_at(self, block: int) -> "Path":
-        """The path with its first stage up to this block, and the second one from there on."""
+        """The path with its first stage up to this block, and the second one from there on, if
+        anything is left for it."""
         if block == self.stages[0].stop:
             return self
         first = msgspec.structs.replace(self.stages[0], stop=block)
+        if block == self.stages[1].stop:
+            return Path(self.model_id, (first, *self.stages[2:]))
         second = msgspec.structs.replace(self.stages[1], start=block)
         return Path(self.model_id, (first, second, *self.stages[2:]))
 

@@ -147,6 +147,11 @@ class Sequence:
         start."""
         return self.state is not State.RUNNING and not self.path.followers
 
+    @property
+    def alone(self) -> bool:
+        """Whether it began on a path, and this node runs it alone by now."""
+        return len(self.path.stages) < len(self.submit.stages)
+
     def to(self, state: State) -> None:
         """IllegalTransition if its table has no such step."""
         if state not in STEPS[self.state]:
@@ -243,8 +248,13 @@ class Sequence:
     @property
     def grammar(self) -> Context | None:
         """What it takes to make the grammar that this node follows, if there is one."""
-        context = self._context() if len(self.path.stages) == 1 else None
-        return context if context and context.has_grammar else None
+        return self._context() if self.has_grammar and len(self.path.stages) == 1 else None
+
+    @property
+    def has_grammar(self) -> bool:
+        """Whether its tokens follow a grammar."""
+        context = self._context()
+        return context is not None and context.has_grammar
 
     def _context(self) -> Context | None:
         submit = self.submit

@@ -255,7 +255,8 @@ class TorchEngine:
 
     def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
         if sequence := self._kv.find(key):
-            self._kv.keep(sequence, tokens[sequence.known * PAGE :])
+            first = sequence.known * PAGE
+            self._kv.keep(sequence, first, tokens[first:])
 
     def position_bytes(self, model_id: ModelId) -> int:
         return self._kv.position_bytes(model_id)

@@ -359,10 +359,13 @@ class KvCache:
         assert sequence.length - sequence.proposed <= length <= sequence.length
         sequence.length, sequence.proposed = length, 0
 
-    def keep(self, sequence: KvSequence, tokens: Iterable[int]) -> None:
-        """Records that the next positions are written, with these tokens, in all layers of the
-        model. Pages that they fill can be shared from now on. If several sequences computed the
-        same page, the copy of one of them is shared."""
+    def keep(self, sequence: KvSequence, position: int, tokens: Iterable[int]) -> None:
+        """Records that the positions from `position` on are written, with these tokens, in all
+        layers of the model. Pages that they fill can be shared from now on. If several sequences
+        computed the same page, the copy of one of them is shared. A sequence that began as a stage
+        of a path, and ran on to the model's end, shares nothing: its first tokens are not known."""
+        if position != sequence.known * PAGE + len(sequence.tail):
+            return
         sequence.tail += tokens
         while len(sequence.tail) >= PAGE:
             sequence.digest = _chained(sequence.digest, sequence.tail[:PAGE])

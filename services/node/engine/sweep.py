@@ -242,7 +242,7 @@ class TorchSweep:
             if row.proposed:
                 self._kv.truncate(sequence, row.position + kept)
             if rider.start == 0 and sequence.layers:
-                self._kv.keep(sequence, row.tokens[:kept])
+                self._kv.keep(sequence, row.position, row.tokens[:kept])
 
     def _drop_freed(self) -> None:
         for rider in (*self._waiting, *self._aboard):

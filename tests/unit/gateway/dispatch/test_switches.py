@@ -4,7 +4,9 @@ import pytest
 
 from services.gateway.core.commands import Command, Switched
 from services.gateway.core.routing import Switch
+from shared.ids import RequestId
 from shared.messages.instances import InstanceState
+from shared.messages.serving import Token, Tokens
 from tests.unit.gateway.dispatch.builders import Driver, sent
 from tests.unit.gateway.support import path, replica
 
@@ -102,6 +104,55 @@ def test_a_prompt_stays_with_the_nodes_that_share_it() -> None:
     moving = path(1, 2, 3, state=InstanceState.MOVING)
     assert sent(driver.publish(moving, replica(2))) == []
     assert sent(driver.publish(moving, replica(3))) == [("a", "replica-3", 2)]
+
+
+def test_a_prompt_stays_with_two_nodes_of_which_one_is_complete() -> None:
+    """Wherever else it went, it would be run anew."""
+    driver = Driver(path(1, 2))
+    driver.admit("a", prompt=1000, max_tokens=9)
+    moving = path(1, 2, state=InstanceState.MOVING)
+    assert sent(driver.publish(moving, replica(3), replica(2))) == []
+    assert sent(driver.publish(moving, replica(3))) == [("a", "replica-3", 2)]
+
+
+def running(driver: Driver) -> dict[str, int]:
+    return {i.id: count for _, i, count in driver.dispatch.instances()}
+
+
+def give_alone(driver: Driver, name: str, index: int) -> list[Command]:
+    token = Token(RequestId(name), 1, index, 7, alone=True)
+    return driver.dispatch.on_tokens(Tokens(node=replica(1).leader, tokens=(token,)), driver.now)
+
+
+def test_what_its_leader_runs_alone_counts_there_and_need_not_move() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a", prompt=10, max_tokens=3)
+    driver.now += 1.0
+    give_alone(driver, "a", 0)
+    assert running(driver) == {"path-1-2": 1}, "its leader is no replica yet"
+    moving = path(1, 2, state=InstanceState.MOVING)
+    assert sent(driver.publish(moving, replica(1, slots=1))) == []
+    assert sent(give_alone(driver, "a", 1)) == []
+    assert running(driver) == {"path-1-2": 0, "replica-1": 1}
+    assert sent(driver.admit("b")) == []
+    assert sent(driver.publish(moving, replica(1, slots=1), replica(3, slots=1))) == [
+        ("b", "replica-3", 1)
+    ]
+    assert sent(driver.publish(replica(1, slots=1), replica(3, slots=1))) == []
+    give_alone(driver, "a", 2)
+    assert running(driver) == {"replica-1": 0, "replica-3": 1}
+    driver.dispatch.validate()
+
+
+def test_what_moves_already_is_not_counted_elsewhere() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=50, every_s=1.0)
+    moving = path(1, 2, state=InstanceState.MOVING)
+    assert sent(driver.publish(moving, replica(1))) == [("a", "replica-1", 2)]
+    give_alone(driver, "a", 50)
+    driver.take("a", 2)
+    assert running(driver) == {"path-1-2": 0, "replica-1": 1}
+    driver.dispatch.validate()
 
 
 def test_without_measurements_requests_move() -> None:

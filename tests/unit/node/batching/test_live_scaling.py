@@ -1,13 +1,17 @@
 """Live scaling: a leader runs prompts on while the next stage is busy, and that pulls the rest."""
 
+import msgspec
+
 from services.node.core.batching import Batcher
 from services.node.core.microbatches import (
     Admit,
     Admitted,
     Command,
+    Emit,
     Failed,
     Failure,
     Forward,
+    Free,
     Part,
     Path,
     Pull,
@@ -15,8 +19,8 @@ from services.node.core.microbatches import (
     Send,
 )
 from services.node.core.rows import Row
-from shared.messages.serving import Cancel, Submit
-from tests.support.submits import BLOCKS, MODEL, TWO, stages, submit
+from shared.messages.serving import Cancel, LogitRules, Submit, Token
+from tests.support.submits import BLOCKS, MODEL, THREE, TWO, WHOLE, stages, submit
 from tests.unit.node.batching.builders import FakeKv, Named, ask, come, one, rows, take
 
 B = "mem://b"
@@ -43,7 +47,11 @@ class Loading:
     def run(self) -> list[tuple[str, int, int]]:
         """Runs what there is to run, and returns what it was: (sequence, start, stop)."""
         work = take(self.core)
-        self.sent = [c for part in work for c in self.core.ran(part, [()], Named("hidden"))]
+        self.sent = []
+        for part in work:
+            ends = part.stop == BLOCKS
+            sampled = [(1,) if ends and row.draw else () for row in part.rows]
+            self.sent += self.core.ran(part, sampled, None if ends else Named("hidden"))
         return [(part.keys[0], part.start, part.stop) for part in work]
 
     def pull(self, positions: int = 4) -> list[Command]:
@@ -68,14 +76,65 @@ def test_the_earliest_prompt_goes_on_block_by_block_until_it_is_pulled() -> None
     assert node.run() == [("x#1", 2, 3)]
     assert node.run() == [("x#1", 3, 4)]
     assert node.run() == [("y#1", 0, 2)]
-    node.blocks = BLOCKS
+    node.blocks = BLOCKS - 1
     assert node.run() == [("x#1", 4, 5)]
-    assert ("x#1", 5, BLOCKS) not in [(p.keys[0], p.start, p.stop) for _, p in pieces(node)]
     node.blocks = 3
     assert forwards(node.pull()) == [("x#1", 5)]
     assert node.run() == [("y#1", 2, 3)]
     assert not forwards(node.sent)
     assert forwards(node.pull()) == [("y#1", 3)]
+
+
+def test_a_complete_node_runs_a_prompt_to_its_end_and_goes_on_alone() -> None:
+    node = Loading(BLOCKS - 1)
+    x = one("x", TWO, 4)
+    node.queue(x)
+    assert [node.run()[0][1:] for _ in range(4)] == [(0, 2), (2, 3), (3, 4), (4, 5)]
+    node.blocks = BLOCKS
+    assert node.run() == [("x#1", 5, BLOCKS)]
+    assert [c.message for c in node.sent if isinstance(c, Send)] == [Free(("x#1",))]
+    (token,) = [c.what for c in node.sent if isinstance(c, Emit)]
+    assert isinstance(token, Token)
+    assert token.alone
+    assert node.core.submit(x, n_blocks=BLOCKS, held=range(BLOCKS)) == []
+    settled = msgspec.structs.replace(x, stages=WHOLE)
+    assert node.core.submit(settled, n_blocks=BLOCKS, held=range(BLOCKS)) == []
+    assert node.run() == [("x#1", 0, BLOCKS)]
+    assert not node.pull()
+    node.core.peer_lost(B, Failure("transport", "gone"))
+    assert node.core.running == 1
+    node.core.validate()
+
+
+def test_a_prompt_that_ends_here_cannot_be_pulled() -> None:
+    node = Loading(BLOCKS - 1)
+    node.queue(one("x", TWO, 4))
+    for _ in range(4):
+        node.run()
+    node.blocks = BLOCKS
+    (part,) = take(node.core)
+    assert not node.pull()
+    assert not forwards(node.core.ran(part, [(1,)], None))
+
+
+def test_the_last_block_of_others_is_left_to_their_last_stages() -> None:
+    """A grammar is made there; and a third stage would have nothing before it."""
+    for path, rules in ((TWO, LogitRules(grammar="g")), (THREE, None)):
+        node = Loading(BLOCKS)
+        node.queue(submit("x", path, prompt=(3, 1), rules=rules))
+        node.run()
+        while pieces(node):
+            node.run()
+        assert forwards(node.pull()) == [("x#1", path[1].stop - 1)]
+
+
+def test_a_long_prompt_that_ends_here_goes_on_here() -> None:
+    node = Loading(BLOCKS)
+    node.queue(one("x", TWO, 6))
+    assert [node.run()[0][1:] for _ in range(5)] == [(0, 2), (2, 3), (3, 4), (4, 5), (5, BLOCKS)]
+    assert node.run() == [("x#1", 0, BLOCKS)]
+    assert not [c for c in node.sent if isinstance(c, Send)]
+    node.core.validate()
 
 
 def test_what_was_pulled_before_it_was_there_goes_on_at_once() -> None:

@@ -77,7 +77,7 @@ def ran(kv: KvCache, key: str, tokens: list[int]) -> KvSequence:
     sequence = start(kv, key)
     found = kv.adopt(sequence, tuple(tokens))
     write(kv, sequence, [float(token) for token in tokens[found:]])
-    kv.keep(sequence, tokens[found:])
+    kv.keep(sequence, found, tokens[found:])
     return sequence
 
 
@@ -232,7 +232,7 @@ def test_what_is_decoded_is_shared_too() -> None:
     sequence = ran(kv, "a", pages(1, 1))
     for token in pages(2, 1):
         write(kv, sequence, [float(token)])
-        kv.keep(sequence, [token])
+        kv.keep(sequence, sequence.length - 1, [token])
     assert cached(kv, pages(1, 1) + pages(2, 1)) == 2 * PAGE
 
 
@@ -269,7 +269,7 @@ def test_of_two_that_computed_the_same_one_is_shared() -> None:
     for sequence in both:
         write(kv, sequence, [1.0] * PAGE)
     for sequence in both:
-        kv.keep(sequence, [1] * PAGE)
+        kv.keep(sequence, 0, [1] * PAGE)
     third = start(kv, "c")
     assert kv.adopt(third, (1,) * 17) == PAGE
     assert third.pages == both[0].pages
@@ -621,7 +621,7 @@ class Machine(RuleBasedStateMachine):
         assert not written & set(self.kv._models[sequence.model_id].pages._prefix_of)
         self.kv.truncate(sequence, len(all_tokens))
         if sequence.layers == LAYERS:
-            self.kv.keep(sequence, new)
+            self.kv.keep(sequence, len(tokens), new)
         self.tokens[sequence.key] = all_tokens
 
     def readers(self, model_id: ModelId) -> Counter[int]:

@@ -76,7 +76,7 @@ def test_what_has_come_is_cached_like_what_was_computed() -> None:
     taken_over(kv, "r#2")
     sequence = kv.find("r#2")
     assert sequence is not None
-    kv.keep(sequence, TOKENS[:WHOLE])
+    kv.keep(sequence, 0, TOKENS[:WHOLE])
     kv.free(("r#2",))
     assert kv.adopt(start(kv, "next"), tuple(TOKENS)) == WHOLE
 

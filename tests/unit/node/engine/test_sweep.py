@@ -9,6 +9,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from services.node.core.kv import PAGE
 from services.node.engine import kernels
 from services.node.engine.base import (
     Bell,
@@ -387,6 +388,25 @@ def test_a_stage_that_runs_on_block_by_block_gives_the_tokens_of_transformers(
         ((token,),) = run(second, part(untokened([step]), 4, LAST, hidden)).sampled
         tokens.append(token)
     assert tokens == model.expected_tokens(prompt, 6)
+
+
+def test_a_stage_that_ran_on_to_the_end_goes_on_alone_and_shares_none_of_its_pages(
+    model: Model,
+) -> None:
+    """Its first tokens are not known where the last block runs, and pages are shared by tokens."""
+    engine, length = model.engine(), PAGE + 3
+    prompt = [(5 * i) % 96 for i in range(length)]
+    one = row("s", 0, prompt, draw=0)
+    hidden = run(engine, part([one], 0, 2)).hidden
+    ((token,),) = run(engine, part(untokened([one]), 2, LAST, hidden)).sampled
+    tokens = [token]
+    for index in range(1, 2 * PAGE):
+        step = row("s", length + index - 1, [tokens[-1]], draw=index)
+        ((token,),) = run(engine, part([step], 0, LAST)).sampled
+        tokens.append(token)
+    assert tokens == model.expected_tokens(prompt, 2 * PAGE)
+    for cached in (prompt, tokens):
+        assert engine.adopt(MODEL, "next", (*cached, 0), 3 * PAGE) == 0
 
 
 def test_a_stage_runs_on_only_from_where_it_is(model: Model) -> None:
