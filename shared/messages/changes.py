@@ -18,14 +18,21 @@ from shared.messages.pool import NodeStatus
 def whole_status(known: NodeStatus | None, said: NodeStatus) -> NodeStatus | None:
     """The status with all that the node holds. `known`: the last one, whole, of whatever
     generation. None: there is a gap."""
-    if said.since == 0:
-        return said
-    if known is None or known.generation != said.generation or known.seq < said.since:
+    if not applies(known, said):
         return None
+    if said.since == 0 or known is None:
+        return said
     holdings = known.holdings
     if named := named_by(said):
         holdings = (*[h for h in holdings if h.model_id not in named], *said.holdings)
     return msgspec.structs.replace(said, since=0, holdings=holdings, dropped=())
+
+
+def applies(known: NodeStatus | None, said: NodeStatus) -> bool:
+    """Whether the status builds on the last one that is known, or on nothing."""
+    if said.since == 0:
+        return True
+    return known is not None and known.generation == said.generation and known.seq >= said.since
 
 
 def named_by(said: NodeStatus) -> AbstractSet[ModelId]:

@@ -6,7 +6,6 @@ changes, so that the cost of a question about one model does not grow with the o
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
 from statistics import median_low
@@ -15,7 +14,7 @@ from services.planner.core.arrivals import Arrivals
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.changes import named_by, whole_status
+from shared.messages.changes import applies, named_by
 from shared.messages.pool import (
     ARENA,
     Holding,
@@ -35,6 +34,8 @@ REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
 Blocks = frozenset[int]
+Holdings = tuple[Holding, ...]
+"""Of one model."""
 
 
 @dataclass(slots=True)
@@ -42,9 +43,12 @@ class _Said:
     """What a node said last."""
 
     status: NodeStatus
+    """Its last report. That names only what had changed."""
     at: float
-    in_arena: tuple[Holding, ...]
-    """What its arena holds, of all that the status names."""
+    holdings: dict[ModelId, Holdings] = field(default_factory=dict)
+    """All that its reports say it holds."""
+    in_arena: dict[ModelId, Holdings] = field(default_factory=dict)
+    """What its arena holds of that."""
     models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
     """Its holdings, and what has arrived since."""
     arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
@@ -61,10 +65,11 @@ class Change:
     """Whether the node has more room than it had."""
     models: frozenset[ModelId] = frozenset()
     """The models that are in the node's device memory, or were until now."""
+    changed: frozenset[ModelId] = frozenset()
+    """Those of them that its device memory holds more or less of than before; all of them if what
+    it measured has changed."""
     gained: Mapping[ModelId, Blocks] = field(default_factory=dict)
     """Blocks that are in its device memory now and were not."""
-    same: bool = False
-    """Whether its device memory and what it measured are as they were."""
     missed: bool = False
     """Whether it builds on reports that did not come, so that it was not taken in."""
 
@@ -179,8 +184,7 @@ class Cluster:
         known = said.status if said is not None else None
         if known and (status.generation, status.seq) <= (known.generation, known.seq):
             return NO_CHANGE
-        whole = whole_status(known, status)
-        if whole is None:
+        if not applies(known, status):
             return MISSED
         if known is None or status.profile != known.profile:
             self.measured.on_profile(status.node, status.profile)
@@ -192,12 +196,15 @@ class Cluster:
             self._fastest.clear()
         before = was if again else {}
         if said is not None and again:
-            self._sort_again(said, whole, now, named_by(status) if status.since else None)
+            self._sort_again(said, status, now)
         else:
-            said = self._sort(whole, now)
+            said = self._sort(status, now)
         after = said.on_device
         self.measured.on_kv(status.kv_shares)
-        same = after is was and known is not None and status.profile == known.profile
+        models = frozenset(was.keys() | after.keys())
+        changed = models
+        if known is not None and status.profile == known.profile:
+            changed = frozenset(m for m in models if was.get(m) != after.get(m))
         gained = {
             model: new
             for model, blocks in (after.items() if after is not before else ())
@@ -205,47 +212,46 @@ class Cluster:
         }
         return Change(
             more_room=known is None or status.arena_free > known.arena_free,
-            models=frozenset(was.keys() | after.keys()),
+            models=models,
+            changed=changed,
             gained=gained,
-            same=same,
         )
 
     def _sort(self, status: NodeStatus, now: float) -> _Said:
         """Takes in what a node says for the first time, or under a new generation."""
         if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
-        said = self._said[status.node] = _Said(status, now, _in_arena(status))
+        said = self._said[status.node] = _Said(status, now)
         self._speaking = None
-        for holding in status.holdings:
-            self._add(said, holding.model_id, holding.tier, holding.blocks)
+        for model, holdings in _by_model(status.holdings).items():
+            _put(said, model, holdings)
+            for holding in holdings:
+                self._add(said, model, holding.tier, holding.blocks)
         return said
 
-    def _sort_again(
-        self, said: _Said, status: NodeStatus, now: float, named: AbstractSet[ModelId] | None
-    ) -> None:
-        """Sorts what differs from what the node said before, and what has arrived since then.
-        `named`: the only models of which the holdings can differ; None: they can of all."""
-        before, said.status, said.at = said.status.holdings, status, now
+    def _sort_again(self, said: _Said, status: NodeStatus, now: float) -> None:
+        """Sorts what differs from what the node said before, and what has arrived since then."""
+        said.status, said.at = status, now
         changed = {model for model, _ in said.arrived}
-        if status.holdings is not before:
-            known, new = _by_model(before, named), _by_model(status.holdings, named)
-            every = known.keys() | new.keys()
-            changed |= {model for model in every if known.get(model) != new.get(model)}
-            said.in_arena = _in_arena(status)
+        new = _by_model(status.holdings)
+        for model in named_by(status) if status.since else said.holdings.keys() | new.keys():
+            if said.holdings.get(model, ()) != (holdings := new.get(model, ())):
+                _put(said, model, holdings)
+                changed.add(model)
         if changed:
             self._sort_models(said, changed, now)
 
     def _sort_models(self, said: _Said, changed: Collection[ModelId], now: float) -> None:
         """Sorts anew what the node holds of these models."""
-        status, (arrived, said.arrived) = said.status, (said.arrived, {})
+        arrived, said.arrived = said.arrived, {}
         was_on = said.on_device
         for model in changed:
             if said.models.pop(model, None) is not None:
-                self._unlist(status.node, model)
+                self._unlist(said.status.node, model)
         said.on_device = {m: blocks for m, blocks in was_on.items() if m not in changed}
-        for holding in status.holdings:
-            if holding.model_id in changed:
-                self._add(said, holding.model_id, holding.tier, holding.blocks)
+        for model in changed:
+            for holding in said.holdings.get(model, ()):
+                self._add(said, model, holding.tier, holding.blocks)
         for (model, block), at in arrived.items():
             confirmed = block in said.models.get(model, {}).get(Tier.GPU, ())
             if not confirmed and now - at < ARRIVAL_S:
@@ -363,8 +369,8 @@ class Cluster:
         """The part of the model that a live node's arena has room for. None: all of it, or it has
         no room set aside."""
         said = self._of_node(node)
-        parts = (h.part for h in (said.in_arena if said else ()) if h.model_id == model)
-        return next(parts, None)
+        holdings = said.in_arena.get(model, ()) if said is not None else ()
+        return holdings[0].part if holdings else None
 
     def with_space(self, model: ModelId) -> Iterator[NodeId]:
         """Live nodes that have room in their arenas set aside for the model, filled or not."""
@@ -454,8 +460,9 @@ class Cluster:
         """All that lies in the arenas of live nodes, as they reported it."""
         for node in self.nodes:
             said = self._of_node(node)
-            for holding in said.in_arena if said is not None else ():
-                yield node, holding
+            for holdings in said.in_arena.values() if said is not None else ():
+                for holding in holdings:
+                    yield node, holding
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""
@@ -480,7 +487,9 @@ class Cluster:
         holders: dict[ModelId, set[NodeId]] = {}
         for node, said in self._said.items():
             assert said.status.node == node
-            assert said.in_arena == _in_arena(said.status)
+            assert all(said.holdings.values()), "nothing is kept of what it does not hold"
+            in_arenas = {m: _in_arena(holdings) for m, holdings in said.holdings.items()}
+            assert said.in_arena == {m: holdings for m, holdings in in_arenas.items() if holdings}
             for model, block in said.arrived:
                 assert block in said.models[model][Tier.GPU]
             for model in said.models:
@@ -511,15 +520,20 @@ class Cluster:
         return said.models if said is not None else {}
 
 
-def _by_model(
-    holdings: Iterable[Holding], named: AbstractSet[ModelId] | None
-) -> dict[ModelId, list[Holding]]:
-    """`named`: the models that are wanted; None: all are."""
+def _by_model(holdings: Iterable[Holding]) -> dict[ModelId, Holdings]:
     found: dict[ModelId, list[Holding]] = {}
     for holding in holdings:
-        if named is None or holding.model_id in named:
-            found.setdefault(holding.model_id, []).append(holding)
-    return found
+        found.setdefault(holding.model_id, []).append(holding)
+    return {model: tuple(each) for model, each in found.items()}
+
+
+def _put(said: _Said, model: ModelId, holdings: Holdings) -> None:
+    """The node says that it holds this of the model now."""
+    for kept, new in (said.holdings, holdings), (said.in_arena, _in_arena(holdings)):
+        if new:
+            kept[model] = new
+        else:
+            kept.pop(model, None)
 
 
 def _load_rate(status: NodeStatus | None) -> float:
@@ -530,5 +544,5 @@ def _out_rate(status: NodeStatus | None) -> float:
     return status.profile.out_bytes_per_s if status is not None else 0.0
 
 
-def _in_arena(status: NodeStatus) -> tuple[Holding, ...]:
-    return tuple(holding for holding in status.holdings if holding.tier in ARENA)
+def _in_arena(holdings: Holdings) -> Holdings:
+    return tuple(holding for holding in holdings if holding.tier in ARENA)

@@ -368,7 +368,8 @@ class Fleet:
             if instance.state is not InstanceState.SERVING
         }
         if self._retired:  # instances whose last requests have ended go
-            self._revise_by(at + self._desk.settings.tick_s)
+            pace = PACE_PER_MEMBER_S * len(self._members)
+            self._revise_by(at + max(self._desk.settings.tick_s, pace))
 
     # --- the gateways ---
 

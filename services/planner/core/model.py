@@ -108,6 +108,12 @@ class ModelMachine:
             self.fleet.join(self._desk.cluster.nodes[node], Cause(), part)
             self.decide_soon()
 
+    def hear_holdings(self, node: NodeId, gained: Collection[int]) -> float:
+        """A report of a node says what it holds now (see `on_holdings`). Returns when something
+        follows from it."""
+        self.on_holdings(node, gained)
+        return min(self._due(), self._releases.next_wake)
+
     def on_blocks(self, arrivals: Arrivals, gained: Collection[int]) -> float:
         """`gained`: those blocks of which nobody has said yet that they are there. Returns when
         something follows from it."""

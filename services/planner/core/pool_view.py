@@ -156,10 +156,10 @@ class PoolView:
         if change.missed:
             self._desk.do(commands.AskStatus(node=status.node, cause=self._desk.cause))
         for id_ in sorted(change.models & self._machines.by_id.keys()):
-            if change.same and status.node in self._machines.by_id[id_].fleet.members:
-                continue
-            gained = change.gained.get(id_, frozenset())
-            self._machines.tell(self._machines.by_id[id_], partial(_holdings, status.node, gained))
+            model = self._machines.by_id[id_]
+            if id_ in change.changed or status.node not in model.fleet.members:
+                gained = change.gained.get(id_, frozenset())
+                self._machines.mention(model, partial(_hear_holdings, status.node, gained))
         self._look_whether_fit(status)
         if change.more_room:
             self._desk.room_freed = True
@@ -206,6 +206,10 @@ class PoolView:
         message = NodeGone(node=info.node, generation=info.generation, reason=reason)
         self._desk.tell(f"gone: {reason}", info.node)
         self._machines.tell_all(lambda model: model.on_gone(message))
+
+
+def _hear_holdings(node: NodeId, gained: frozenset[int], model: ModelMachine) -> float:
+    return model.hear_holdings(node, gained)
 
 
 def _holdings(node: NodeId, gained: frozenset[int], model: ModelMachine) -> None:

@@ -110,6 +110,27 @@ def test_more_room_is_noticed() -> None:
     assert not found.on_status(status("a", seq=3, free=2000), 0.0).more_room
 
 
+def test_a_report_says_which_models_it_changes() -> None:
+    """Of a hundred models that a node has, a report mostly concerns the one that it loads."""
+    other = holding(Tier.GPU, 0, model_id=OTHER)
+    found = cluster(holding(Tier.GPU, 0), other)
+    more = status("a", holding(Tier.GPU, 0, 1), other, seq=2)
+    change = found.on_status(more, 0.0)
+    assert change.models == {MODEL, OTHER}
+    assert change.changed == {MODEL}
+    assert change.gained == {MODEL: {1}}
+    named = msgspec.structs.replace(more, seq=3, since=2, holdings=(holding(Tier.GPU, 0, 1, 2),))
+    assert found.on_status(named, 0.0).changed == {MODEL}
+    again = msgspec.structs.replace(named, seq=4, since=3, holdings=())
+    assert found.on_status(again, 0.0).changed == set()
+    dropped = msgspec.structs.replace(again, seq=5, since=4, dropped=(MODEL,))
+    assert found.on_status(dropped, 0.0).changed == {MODEL}
+    found.validate()
+    faster = msgspec.structs.replace(again, seq=6, since=5, profile=Profile(load_bytes_per_s=1e9))
+    assert found.on_status(faster, 0.0).changed == {OTHER}, "its speed is another one"
+    found.validate()
+
+
 def test_what_another_generation_held_is_not_held() -> None:
     found = cluster(holding(Tier.GPU, 0, 1))
     before = found.on_joined(info("a", generation=2))
