@@ -31,6 +31,13 @@ VIEWS = ("cluster", "events", "event/last", f"scaling/{MODEL}", "latency", "pool
 WAIT_MS = 60_000
 FAULTS = "axe.run().then(found => found.violations.map(v => `${v.id}: ${v.nodes[0].html}`))"
 
+DRAWN_ANEW = """new Promise(drawn => {
+    const canvas = document.querySelector("canvas"), before = canvas.draw;
+    const look = () => canvas.draw === before ? requestAnimationFrame(look) : drawn();
+    dispatchEvent(new HashChangeEvent("hashchange"));
+    look();
+})"""
+
 
 @asynccontextmanager
 async def chromium() -> AsyncIterator[Any]:
@@ -89,7 +96,10 @@ async def check_event(page: Any, blocks: int) -> None:
     picture = page.locator("canvas").first
     await picture.focus()
     await page.keyboard.press("ArrowRight")
-    assert "first byte at" in await page.locator("output").first.inner_text()
+    said = page.locator("output").first
+    assert "first byte at" in await said.inner_text()
+    await page.evaluate(DRAWN_ANEW)
+    assert "first byte at" in await said.inner_text()
 
 
 async def check_comparison(page: Any, url: str) -> None:
@@ -110,7 +120,7 @@ async def check_comparison(page: Any, url: str) -> None:
         await boxes.nth(at).check()
     await page.get_by_role("button", name="Compare").click()
     await page.get_by_role("heading", name="Two events").wait_for()
-    assert await page.locator("canvas").count() == 3  # a picture of each, and where the time went
+    await page.locator("canvas").nth(2).wait_for()  # a picture of each, and where the time went
     await page.evaluate(AXE)
     assert await page.evaluate(FAULTS) == []
 
@@ -150,6 +160,7 @@ async def check_many_nodes(browser: Any, url: str, said: list[str]) -> None:
         await page.get_by_text("and 902 more").wait_for(state="detached")
         table = page.locator("table", has=page.get_by_text("Nodes", exact=True))
         assert await table.locator("tbody tr").count() == 1
+        await page.close()
 
 
 async def test_what_people_see(tmp_path: Path, checkpoint: Path) -> None:

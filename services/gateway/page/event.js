@@ -119,6 +119,7 @@ function marksOf({ record }) {
   ].filter(([at]) => at !== null && at !== undefined);
 }
 
+const POINT = "Point at a block, or use the arrow keys.";
 const LABEL = 92;
 const TALL = 46;
 
@@ -193,12 +194,13 @@ export function matrix(event, ui, range = [event.from, event.to]) {
     for (const [t, name, dash] of marksOf(event)) vertical(context, at, t, name, dash);
   };
   const ordered = [...event.arrivals].sort((a, b) => a.first - b.first || (a.node < b.node ? -1 : 1));
+  // What was said last stays when the page is drawn anew.
   const say = (out, one) => {
-    out.textContent = one
+    ui.told[record.id] = out.textContent = one
       ? `${one.node}, block ${one.block} from ${one.source === one.node ? "its own disk or memory" : `${one.source} over ${one.way}`}: `
         + `first byte at ${one.first.toFixed(3)} s, whole at ${one.finished.toFixed(3)} s, runs at ${one.ready.toFixed(3)} s`
         + (critical.has(one) ? "; on the critical path" : "")
-      : "Point at a block, or use the arrow keys.";
+      : POINT;
   };
   const hit = (canvas, x, y) => {
     const at = place(canvas.clientWidth);
@@ -219,7 +221,7 @@ export function matrix(event, ui, range = [event.from, event.to]) {
   });
   return [
     h("div.picture", {}, canvas, legend(event, critical.size),
-      h("output", {}, "Point at a block, or use the arrow keys."),
+      h("output", {}, ui.told[record.id] ?? POINT),
       event.forgotten ? h("p.lead", {}, `${number(event.forgotten)} arrivals are not known any more.`) : null),
     asTable("Arrivals", table("Arrivals", [
       { name: "node", text: (one) => one.node },

@@ -35,6 +35,7 @@ const ui = {
   chosen: [],
   fetched: {},
   failed: {},
+  told: {},
   asked: {},
   minutes: 10,
   set(change) {

@@ -13,6 +13,7 @@ const still = {
   chosen: [],
   fetched: {},
   failed: {},
+  told: {},
   fetch() {},
   set(change) {
     Object.assign(still, change);
