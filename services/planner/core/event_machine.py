@@ -278,7 +278,7 @@ class EventMachine(Growing):
         for block in gained:
             if block not in held:
                 continue
-            self._trust.land(node, block, self._desk.at)
+            self._trust.land(node, block, self._desk.at, vague=True)
             self._news_at, self._stalls = self._desk.at, 0
             if (node, block) not in self._counted:
                 loaded = block in self._promoting.get(node, ())

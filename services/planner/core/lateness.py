@@ -41,8 +41,12 @@ def late_transfers(
     began: float,
     now: float,
     expected_s: Callable[[Transfer], float],
+    untold_s: float = 0.0,
+    vague: AbstractSet[tuple[NodeId, int]] = frozenset(),
 ) -> Iterator[Late]:
-    """A plan's late transfers, in order of steps. `began`: when the plan was sent.
+    """A plan's late transfers, in order of steps. `began`: when the plan was sent. `untold_s`: for
+    how long a node may have a block before it says when it came. `vague`: blocks that it has, but
+    has not said that of.
 
     A transfer is considered once its sender has the block. A transfer that waits for another at
     either end is not late; only the other may be.
@@ -61,6 +65,8 @@ def late_transfers(
         over = arrived.get((dst, block))
         out_free[src] = in_free[dst] = waiting if over is None else over
         took = (now if over is None else over) - due
+        if over is None or (dst, block) in vague:
+            took -= untold_s
         if took <= SLACK_S:
             continue  # nearly all are in time, whatever is expected
         expected = expected_s(transfer)
@@ -75,18 +81,25 @@ class Pace:
         self.slow: set[NodeId] = set()
         self._began = 0.0
         self._landed: dict[tuple[NodeId, int], float] = {}
+        self._vague: set[tuple[NodeId, int]] = set()
         self._sources: dict[NodeId, set[NodeId]] = {}
         """For each receiver, the senders from which it was late."""
 
     def begin(self, now: float) -> None:
         """Starts a revision, when it is sent to the nodes."""
         self._began, self._landed = now, {}
+        self._vague.clear()
 
-    def land(self, node: NodeId, block: int, at: float) -> None:
-        """A block is there since `at`, or for longer."""
-        known = self._landed.get((node, block))
+    def land(self, node: NodeId, block: int, at: float, *, vague: bool = False) -> None:
+        """A block is there since `at`; `vague`: or for longer."""
+        key = node, block
+        known = self._landed.get(key)
         if known is None or at < known:
-            self._landed[node, block] = at
+            self._landed[key] = at
+            if vague:
+                self._vague.add(key)
+        if not vague:
+            self._vague.discard(key)
 
     def look(
         self,
@@ -94,12 +107,13 @@ class Pace:
         held: Mapping[NodeId, AbstractSet[int]],
         now: float,
         expected_s: Callable[[Transfer], float],
+        untold_s: float = 0.0,
     ) -> dict[NodeId, Late]:
         """The nodes that are now found to be slow, with the transfer that shows it. Each is named
         once.
 
         `held`: what each target holds. A transfer that waits for its block is not late; only the
-        transfer of that block may be.
+        transfer of that block may be. `untold_s`: see `late_transfers`.
         """
         watched = [
             t
@@ -110,7 +124,13 @@ class Pace:
         ]
         found: dict[NodeId, Late] = {}
         for late in late_transfers(
-            watched, self._landed, began=self._began, now=now, expected_s=expected_s
+            watched,
+            self._landed,
+            began=self._began,
+            now=now,
+            expected_s=expected_s,
+            untold_s=untold_s,
+            vague=self._vague,
         ):
             src, dst = late.transfer.src, late.transfer.dst
             sources = self._sources.setdefault(dst, set())

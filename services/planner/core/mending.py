@@ -14,6 +14,7 @@ from services.planner.core import commands, events
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, THINK_S, EventBase
 from services.planner.core.event_phases import Case, Phase, Taken
+from services.planner.core.orders import report_s
 from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
 from services.planner.core.tickets import Ticket
@@ -93,7 +94,8 @@ class Mending(EventBase):
     def _look_for_slow_nodes(self) -> None:
         """Plans again if nodes are slow, so that others send in their stead where they can."""
         held, transfers = self._of_targets(), self.record.transfers
-        slow = self._trust.slow(transfers, held, self._expected_s(), self._desk.at)
+        untold_s = report_s(len(self.record.targets))
+        slow = self._trust.slow(transfers, held, self._expected_s(), self._desk.at, untold_s)
         if slow and self.revisions_left > 0 and self._receiving():
             why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
             self._replan(Case(why, slow=frozenset(slow)))

@@ -27,9 +27,9 @@ class Trust:
         """Starts a revision, when it is sent to the nodes."""
         self._pace.begin(now)
 
-    def land(self, node: NodeId, block: int, at: float) -> None:
+    def land(self, node: NodeId, block: int, at: float, *, vague: bool = False) -> None:
         """See Pace."""
-        self._pace.land(node, block, at)
+        self._pace.land(node, block, at, vague=vague)
 
     @property
     def look_at(self) -> float:
@@ -42,10 +42,11 @@ class Trust:
         held: Mapping[NodeId, AbstractSet[int]],
         expected_s: Callable[[Transfer], float],
         now: float,
+        untold_s: float = 0.0,
     ) -> dict[NodeId, Late]:
-        """Nodes that are now found to be slow, once each."""
+        """Nodes that are now found to be slow, once each. `untold_s`: see `late_transfers`."""
         self._look_at = now + LOOK_S + LOOK_PER_TRANSFER_S * len(transfers)
-        slow = self._pace.look(transfers, held, now, expected_s)
+        slow = self._pace.look(transfers, held, now, expected_s, untold_s)
         self.distrusted.update(slow)
         return slow
 

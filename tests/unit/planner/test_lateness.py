@@ -52,6 +52,28 @@ def test_what_came_late_is_late_for_good() -> None:
     assert [entry.transfer for entry in late(came, 99.0)] == [CHAIN[1]]
 
 
+def test_what_nodes_have_not_said_yet_may_be_there() -> None:
+    """In large events a node says several blocks at once, for how long it has each. Its regular
+    report may name a block before that."""
+    held: dict[NodeId, set[int]] = {B: set()}
+    one = CHAIN[:1]
+    pace = Pace()
+    pace.begin(10.0)
+    assert pace.look(one, held, 11.4, lambda _: 0.2, untold_s=1.0) == {}
+    held[B].add(0)
+    pace.land(B, 0, 11.5, vague=True)
+    assert pace.look(one, held, 11.6, lambda _: 0.2, untold_s=1.0) == {}
+    pace.land(B, 0, 10.2)
+    assert pace.look(one, held, 99.0, lambda _: 0.2, untold_s=1.0) == {}
+    pace.begin(10.0)
+    pace.land(B, 0, 11.0, vague=True)
+    pace.land(B, 0, 11.0)
+    assert [*pace.look(one, held, 11.6, lambda _: 0.2, untold_s=1.0)] == [A]
+    pace = Pace()
+    pace.begin(10.0)
+    assert [*pace.look(one, {B: set()}, 12.0, lambda _: 0.2, untold_s=1.0)] == [A]
+
+
 def test_each_slow_sender_is_named_once() -> None:
     pace = Pace()
     pace.begin(10.0)
