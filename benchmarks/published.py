@@ -42,7 +42,7 @@ MODEL, HARDWARE = "llama-2-13b", "h800-400g"
 CHUNKS = 4
 SLOTS = 16
 TRACE, TRACE_S = "window_azure2023_code.csv", 600.0
-SPLIT_S, SPLIT_TTFT_S, SPLIT_TPOT_S = 300.0, 2.0, 0.030
+SPLIT_S, SPLIT_TTFT_S, SPLIT_TPOT_S = 300.0, 2.0, 0.100
 OTHERS = ("serverlessllm", "faasnet", "nccl", "blitzscale")
 
 
@@ -245,7 +245,7 @@ def split(folder: Path) -> None:
     specs = {
         "lambdascale, planner's choice": replace(ours, prefill_share=PLANNERS_CHOICE),
         "lambdascale, together": ours,
-        **{f"12 replicas, {n} prefill": replace(fixed, prefill_share=n / 12) for n in (3, 4, 6)},
+        **{f"12 replicas, {n} prefill": replace(fixed, prefill_share=n / 12) for n in (4, 6)},
         "serverlessllm-own": cluster("serverlessllm-own", 12),
     }
     print("  system                            good   TTFT p95   TPOT p95   GPU s")

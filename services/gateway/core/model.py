@@ -61,7 +61,8 @@ class Model:
         """Whether the registry lists the model. If not, no request of it is begun."""
         self.checked = False
         """Whether its replicas can be checked."""
-        self.table = Table(rules.routing.prompts_ahead, lambda: ledger.others.of(name))
+        most_ahead, ahead_s = rules.routing.prompts_ahead, rules.routing.ahead_s
+        self.table = Table(most_ahead, lambda: ledger.others.of(name), ahead_s)
         self.queue: FairQueue[Request] = FairQueue()
         self.turns = Turns(self.table, self.queue, rules)
         self._rules = rules

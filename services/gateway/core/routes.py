@@ -14,10 +14,12 @@ from shared.slots import Account
 
 SMOOTHING = 16
 """The time from one token to the next is averaged over this many tokens."""
+AHEAD_S = 0.15
+"""Nothing more is sent to a node, or to an instance of capacity 1, whose prompts will take it so
+long to prefill. They keep it busy until the next ones are there, and further requests would wait
+there in vain when another instance appears."""
 PROMPTS_AHEAD = 4096
-"""Nothing more is sent to a node, or to an instance of capacity 1, that has this many tokens of
-prompts left to prefill. They keep it busy, and further requests would wait there in vain
-when another instance appears."""
+"""No more tokens of prompts than these, however fast a node is, or if its speed is not known."""
 IN_LINE = 2.0
 """As many times as much is sent to a path of two stages, unless the first stage's part of that
 keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
@@ -146,8 +148,10 @@ class Route:
                 last.place_in_open = self.place_in_open
             self.place_in_open = -1
 
-    def become(self, instance: Instance) -> None:
+    def become(self, instance: Instance, prompts_ahead: float | None = None) -> None:
         """A newer set says this of the instance. In another role tokens take another time."""
+        if prompts_ahead is not None:
+            self.prompts_ahead = prompts_ahead
         if instance.role is not self.instance.role:
             self.forget_speed()
         self.instance = instance

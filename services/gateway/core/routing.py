@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from services.gateway.core.requests import Request
-from services.gateway.core.routes import PROMPTS_AHEAD, Route
+from services.gateway.core.routes import AHEAD_S, PROMPTS_AHEAD, Route
 from services.gateway.core.table import Table
 from shared.ids import InstanceId
 from shared.messages.instances import InstanceState
@@ -81,6 +81,7 @@ class Routing:
     """How a gateway chooses. Simulations compare other ways."""
 
     prompts_ahead: float = PROMPTS_AHEAD
+    ahead_s: float = AHEAD_S
     choose: Callable[[Table, Request, float, Draw], Route | None] = choose
     affinity: bool = True
     """Whether requests go where their KV lies (`affinity`)."""

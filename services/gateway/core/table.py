@@ -6,7 +6,7 @@ from services.gateway.core.carriers import Carriers
 from services.gateway.core.others import NONE, Work
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.ring import Ring, points_of
-from services.gateway.core.routes import PROMPTS_AHEAD, Node, Place, Route, Total
+from services.gateway.core.routes import AHEAD_S, PROMPTS_AHEAD, Node, Place, Route, Total
 from shared.ids import InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Role
 from shared.slots import weight
@@ -19,6 +19,7 @@ class Table:
         self,
         prompts_ahead: float = PROMPTS_AHEAD,
         others: Callable[[], Mapping[InstanceId, Work]] = dict,
+        ahead_s: float = AHEAD_S,
     ) -> None:
         """`others`: what other gateways have running now, by instance."""
         self.version: tuple[int, int] = (-1, -1)
@@ -54,7 +55,7 @@ class Table:
         """Seconds that each further token adds to a pass. 0: not known."""
         self.instance_slots = 1
         """The slots of the largest replica."""
-        self._prompts_ahead = prompts_ahead
+        self._most_ahead, self._ahead_s = prompts_ahead, ahead_s
         self._others = others
         self._nodes: dict[NodeId, Node] = {}
         """The nodes that any route leads over."""
@@ -82,10 +83,13 @@ class Table:
         self.version = (new.epoch, new.revision)
         self.fixed, self.within_s = new.fixed, new.within_s
         self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
+        ahead = self._prompts_ahead
+        for each in self._nodes.values():
+            each.prompts_ahead = ahead
         old, self.routes = self.routes, {}
         for instance in new.instances:
             route = old.pop(instance.id, None) or self._route(instance, new)
-            route.become(instance)
+            route.become(instance, ahead)
             self.routes[instance.id] = route
         self._sum_up()
         for node, slots in new.node_slots.items():
@@ -96,6 +100,13 @@ class Table:
         replicas = (i.slots for i in new.instances if i.lasts)
         self.instance_slots = max(replicas, default=1)
         return list(old.values())
+
+    @property
+    def _prompts_ahead(self) -> float:
+        """Tokens of prompts that keep a node busy."""
+        if not self.prefill_s:
+            return self._most_ahead
+        return min(self._most_ahead, self._ahead_s / self.prefill_s)
 
     def _route(self, instance: Instance, new: InstanceSet) -> Route:
         stages = instance.stages

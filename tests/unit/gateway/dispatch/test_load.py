@@ -1,6 +1,8 @@
 """Work, prompts and slots as they are counted, and the load that is reported."""
 
-from services.gateway.core.routes import PROMPTS_AHEAD
+import math
+
+from services.gateway.core.routes import AHEAD_S, PROMPTS_AHEAD
 from shared.ids import ModelId, RequestId
 from shared.messages.instances import InstanceState
 from shared.slots import OVERFULL
@@ -28,6 +30,17 @@ def test_prompts_wait_here_for_whoever_can_prefill_them_first() -> None:
     half = PROMPTS_AHEAD // 2 + 1
     assert [r for r, *_ in sent(driver.admit("a", "b", "c", "d", prompt=half))] == ["a", "b"]
     assert sent(driver.publish(first, second)) == [("c", second.id, 1), ("d", second.id, 1)]
+
+
+def test_slow_nodes_get_fewer_prompts_ahead() -> None:
+    """What keeps a node busy is a time; a path's prompts count by the share of the model."""
+    step_s, prompt = 1e-3, 100
+    driver = Driver()
+    driver.publish(replica(1), step_s=step_s)
+    most = math.ceil(AHEAD_S / (step_s * prompt))
+    assert len(sent(driver.admit(*"abcdef", prompt=prompt))) == most == 2
+    assert len(sent(driver.publish(replica(1), step_s=step_s / 2))) == 1, "it is faster after all"
+    assert len(sent(driver.publish(replica(1), path(2, 3), step_s=step_s / 2))) == 3
 
 
 def test_no_instance_gets_more_prompts_because_others_could_take_some() -> None:

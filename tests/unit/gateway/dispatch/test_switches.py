@@ -1,9 +1,12 @@
 """Mode switches: which requests move to replicas, and which stay on their path."""
 
+import math
+from dataclasses import replace
+
 import pytest
 
 from services.gateway.core.commands import Command, Switched
-from services.gateway.core.routing import Switch
+from services.gateway.core.routing import OURS, Switch
 from shared.ids import RequestId
 from shared.messages.instances import InstanceState
 from shared.messages.serving import Token, Tokens
@@ -53,7 +56,7 @@ def test_a_request_moves_where_recomputing_costs_less() -> None:
 
 def test_a_request_stays_while_others_wait_for_their_first_token() -> None:
     """A move takes 3 s less, but each of the two others would wait 13 s longer."""
-    driver = Driver(path(1, 2, slots=1))
+    driver = Driver(path(1, 2, slots=1), routing=replace(OURS, ahead_s=math.inf))
     streaming(driver, tokens=50, every_s=1.0)
     driver.admit("b", "c", prompt=1)
     after = path(1, 2, state=InstanceState.MOVING), replica(2)
@@ -78,7 +81,7 @@ def test_a_free_slot_goes_to_those_that_wait_for_their_first_token() -> None:
 
 
 def test_what_finds_no_room_is_told_apart_from_what_stays() -> None:
-    driver = Driver(path(1, 2))
+    driver = Driver(path(1, 2), routing=replace(OURS, ahead_s=math.inf))
     streaming(driver, tokens=90, every_s=1.0)
     driver.admit("b", "c", prompt=10)
     after = path(1, 2, state=InstanceState.MOVING), replica(3, slots=1)
