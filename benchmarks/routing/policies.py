@@ -27,7 +27,7 @@ class Policy:
 
 
 def _routing(choice: Choose) -> Routing:
-    return Routing(inf, choice, affinity=False)
+    return Routing(inf, inf, choice, affinity=False)
 
 
 def two_choices(_: Length) -> Routing:
