@@ -241,23 +241,29 @@ async def measure(gateway: Gateway, length: int, rounds: int, before: int = BEFO
     return moves
 
 
-async def main() -> int:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0] if __doc__ else "")
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--link-mbit", type=float, default=1000.0)
     args = parser.parse_args()
-    modelled = handover_modelled.report()
+    modelled = handover_modelled.report()  # in a loop of its own
+    found = asyncio.run(measure_all(args.rounds, args.link_mbit))
+    return report(found, args.link_mbit) or int(not modelled)
+
+
+async def measure_all(rounds: int, link_mbit: float) -> dict[tuple[str, int], list[Move]]:
+    """The moves by (what becomes of the KV, the prompt's length)."""
     found: dict[tuple[str, int], list[Move]] = {}
     with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
         for way in ("always", "never"):
-            async with running(Path(folder), way, args.link_mbit) as gateway:
+            async with running(Path(folder), way, link_mbit) as gateway:
                 await measure(gateway, PROMPTS[-1] + 1, 2)  # what is slow once
                 for length in PROMPTS:
                     if way == "always":
-                        found["early", length] = await measure(gateway, length, args.rounds, 0)
-                    found[way, length] = await measure(gateway, length, args.rounds)
+                        found["early", length] = await measure(gateway, length, rounds, 0)
+                    found[way, length] = await measure(gateway, length, rounds)
                     print(f"kv_moves {way}, {length} tokens: done", file=sys.stderr)
-    return report(found, args.link_mbit) or int(not modelled)
+    return found
 
 
 def report(found: dict[tuple[str, int], list[Move]], mbit: float) -> int:
@@ -287,4 +293,4 @@ def report(found: dict[tuple[str, int], list[Move]], mbit: float) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(asyncio.run(main()))
+    raise SystemExit(main())
