@@ -14,7 +14,7 @@ from shared.slots import Account
 
 SMOOTHING = 16
 """The time from one token to the next is averaged over this many tokens."""
-AHEAD_S = 0.15
+AHEAD_S = 0.2
 """Nothing more is sent to a node, or to an instance of capacity 1, whose prompts will take it so
 long to prefill. They keep it busy until the next ones are there, and further requests would wait
 there in vain when another instance appears."""

@@ -1,7 +1,5 @@
 """Work, prompts and slots as they are counted, and the load that is reported."""
 
-import math
-
 from services.gateway.core.routes import AHEAD_S, PROMPTS_AHEAD
 from shared.ids import ModelId, RequestId
 from shared.messages.instances import InstanceState
@@ -34,11 +32,10 @@ def test_prompts_wait_here_for_whoever_can_prefill_them_first() -> None:
 
 def test_slow_nodes_get_fewer_prompts_ahead() -> None:
     """What keeps a node busy is a time; a path's prompts count by the share of the model."""
-    step_s, prompt = 1e-3, 100
+    step_s, prompt = AHEAD_S / 150, 100
     driver = Driver()
     driver.publish(replica(1), step_s=step_s)
-    most = math.ceil(AHEAD_S / (step_s * prompt))
-    assert len(sent(driver.admit(*"abcdef", prompt=prompt))) == most == 2
+    assert len(sent(driver.admit(*"abcdef", prompt=prompt))) == 2
     assert len(sent(driver.publish(replica(1), step_s=step_s / 2))) == 1, "it is faster after all"
     assert len(sent(driver.publish(replica(1), path(2, 3), step_s=step_s / 2))) == 3
 
