@@ -222,20 +222,21 @@ def _replicas(instances: tuple[Instance, ...]) -> dict[NodeId, Stage]:
     return {i.stages[0].node: i.stages[0] for i in instances if len(i.stages) == 1}
 
 
-def prompt_of(length: int, seed: int) -> tuple[int, ...]:
-    return tuple(random.Random(seed).choices(range(3, SPEC.vocab_size), k=length))
+def prompt_of(length: int, what: str) -> tuple[int, ...]:
+    """A prompt of its own for each use: one that was there before would be found in the prefix
+    cache."""
+    return tuple(random.Random(f"{what} {length}").choices(range(3, SPEC.vocab_size), k=length))
 
 
 async def measure(gateway: Gateway, length: int, rounds: int, before: int = BEFORE) -> list[Move]:
     moves = []
     for number in range(rounds):
         source, target = (NodeId(f"node-{(number + side) % 2}") for side in (0, 1))
-        prompt = prompt_of(length, 1000 * length + 2 * number)
+        prompt = prompt_of(length, f"move {number} after {before}")
         stream = await gateway.move(prompt, source, target, before)
         first = min(stream.at[i] for i, attempt in stream.attempt.items() if attempt == 2)
         moved_s = first - (gateway.began if before else stream.at[0])
-        # The same prompt would be found in the prefix cache.
-        other = prompt_of(length, 1000 * length + 2 * number + 1)
+        other = prompt_of(length, f"run {number} after {before}")
         prefill_s, step_s, _ = await gateway.run(other, target)
         moves.append(Move(prefill_s, step_s, moved_s, max(stream.gaps())))
     return moves
