@@ -106,16 +106,19 @@ class HostCache:
         *,
         turn: Callable[[ModelId], asyncio.Lock],
         in_arena: Callable[[ModelId], bool],
+        came: Callable[[ModelId], None],
     ) -> None:
         """`arena`: its memory; None: the node has no host cache. `keeper` is told which copies are
         whole. `turn`: what is held while a model
-        gets or loses its space in the arena. `in_arena`: whether the model has space there."""
+        gets or loses its space in the arena. `in_arena`: whether the model has space there. `came`
+        is told when a copy from elsewhere is whole."""
         self._arena = arena
         self._data = data
         self._story = story
         self._keeper = keeper
         self._turn = turn
         self._in_arena = in_arena
+        self._came = came
         self._book = self.book_type(arena.nbytes if arena else 0, story)
         self._places: dict[ModelId, _Place] = {}
 
@@ -136,6 +139,10 @@ class HostCache:
     def is_stored(self, model: ModelId) -> bool:
         """Whether it has the whole model."""
         return self._book.state(model) in (CacheState.WHOLE, CacheState.LENT)
+
+    def expects(self, model: ModelId) -> bool:
+        """Whether a copy is on its way."""
+        return self._book.state(model) is CacheState.FILLING
 
     def lends(self, model: ModelId) -> bool:
         return self._book.state(model) is CacheState.LENT
@@ -166,6 +173,7 @@ class HostCache:
             self._complete(model)
             if not self._in_arena(model):
                 await self.lend(model)
+        self._came(model)
 
     def complete(self, draft: CacheDraft) -> None:
         """A draft from the arena is whole."""

@@ -72,6 +72,7 @@ class Hosting:
             keeper,
             turn=self._turn,
             in_arena=lambda model: model in self._hosted,
+            came=self._copy_came,
         )
         self._opening = Opening(worker, library, keeper, self._log, changed=changed, spawn=spawn)
         self._reports = reports
@@ -297,7 +298,8 @@ class Hosting:
         there = self._hosted.get(hosted.model) is hosted
         # The host cache has whole models: a part of one sleeps in the arena.
         cached = self.cache.nbytes and hosted.residency.part is None
-        if not (there and sleeps and cached) or hosted.demotion is not None:
+        coming = hosted.demotion is not None or self.cache.expects(hosted.model)
+        if not (there and sleeps and cached) or coming:
             return
         try:
             draft = await self.cache.draft(hosted.model, hosted.manifest)
@@ -316,10 +318,24 @@ class Hosting:
             if hosted.demotion is not demotion:
                 return  # somebody else has taken care of it
             await self._end_demotion(hosted, cause)
-            stored = self.cache.is_stored(hosted.model)
-            if stored and hosted.residency.mode is Mode.STANDBY:
-                await self._free(hosted, cause)
+            await self._give_way(hosted, cause)
         self._changed()
+
+    def _copy_came(self, model: ModelId) -> None:
+        """A copy that the registry ordered is whole."""
+        if hosted := self._hosted.get(model):
+            self._spawn(self._after_copy(hosted), f"settle {model}")
+
+    async def _after_copy(self, hosted: Hosted) -> None:
+        async with self._turn(hosted.model), hosted.lock:
+            if self._hosted.get(hosted.model) is hosted and hosted.residency.complete:
+                await self._give_way(hosted, "")
+        self._changed()
+
+    async def _give_way(self, hosted: Hosted, cause: str) -> None:
+        """Frees the arena's copy of a model that sleeps, if the host cache has one, too."""
+        if self.cache.is_stored(hosted.model) and hosted.residency.mode is Mode.STANDBY:
+            await self._free(hosted, cause)
 
     async def _hurry(self, hosted: Hosted, cause: str) -> None:
         """Waits for the copy, since the arena's room is needed."""

@@ -245,6 +245,31 @@ async def test_a_model_that_is_removed_while_its_copy_becomes_whole_leaves_the_h
     assert free(up, "a") == (ARENA, ARENA)
 
 
+async def test_a_copy_that_was_ordered_takes_the_place_of_one_that_sleeps(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is given back while its copy is on its way."""
+    gate, write = Gate(), CacheDraft.write
+
+    def gated(self: CacheDraft, block: int, chunks: range, data: memoryview) -> None:
+        gate()
+        write(self, block, chunks, data)
+
+    monkeypatch.setattr(CacheDraft, "write", gated)
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    await keep(up, "a", "a")
+    await gate.wait()
+    await up.release("a", Tier.HOST)
+    await up.until_holds("a", DISK | {Tier.HOST: ALL})
+    gate.open()
+    await up.until_holds("a", DISK | CACHED)
+    assert free(up, "a")[0] == ARENA
+    await up.apply("a", promote=ALL, event="wake")
+    await up.until_arrived("a", ALL, "wake")
+    assert await up.generate("a", request="again") == tokens
+
+
 async def test_a_node_without_a_host_cache_refuses_copies_there(
     tmp_path: Path, checkpoint: Path
 ) -> None:
