@@ -68,7 +68,8 @@ def test_the_wire_form_is_pinned() -> None:
 
 def test_tokens_are_arrays_on_the_wire() -> None:
     token = Token(RequestId("r-1"), 2, 3, 4, "stop")
-    assert msgpack.unpackb(msgspec.msgpack.encode(token)) == ["r-1", 2, 3, 4, "stop", None, 0, b""]
+    on_the_wire = ["r-1", 2, 3, 4, "stop", None, 0, b"", False]
+    assert msgpack.unpackb(msgspec.msgpack.encode(token)) == on_the_wire
 
 
 @given(message=messages)

@@ -46,7 +46,8 @@ def submit(name: str, path: tuple[Stage, ...] = WHOLE, *, max_tokens: int = 8) -
 
 
 class Net:
-    """Workers that hold the whole model; messages take DELAY_S."""
+    """Workers that hold the whole model, unless it is said how many blocks from the first one on;
+    messages take DELAY_S."""
 
     def __init__(self, host: HostCache | None = None) -> None:
         self.host = host or HostCache(0.0, 0.0)
@@ -65,6 +66,7 @@ class Net:
         kv_tokens: int = 1000,
         slots: int = 8,
         hardware: Hardware = HARDWARE,
+        holds: int = BLOCKS,
     ) -> "Net":
         for name in names:
             self.engines[name] = ModelledEngine(hardware, kv_tokens)
@@ -81,7 +83,7 @@ class Net:
             )
             worker.start()
             await worker.ready()
-            await self.open(worker, self.buffers)
+            await self.open(worker, self.buffers[:holds])
         return self
 
     async def open(self, worker: ModelledWorker, buffers: Sequence[memoryview]) -> None:
@@ -167,7 +169,8 @@ def test_what_comes_during_a_sweep_joins_it_at_a_block_ahead() -> None:
 
     async def main() -> None:
         net = await Net().add("a")
-        await net.add("b", hardware=msgspec.structs.replace(HARDWARE, sweep_overhead_s=0.1))
+        slower = msgspec.structs.replace(HARDWARE, sweep_overhead_s=0.1)
+        await net.add("b", hardware=slower, holds=3)  # with all blocks it would go on alone
         led, through = submit("led", max_tokens=12), submit("through", BACK, max_tokens=10)
         await net.go(led, through)
         await net.until(led, through)
