@@ -55,7 +55,7 @@ SPEC = CheckpointSpec(
 )
 GATEWAY = GatewayId("bench")
 PROMPTS = 256, 1024, 2048
-BEFORE, AFTER = 8, 40
+BEFORE, AFTER = 8, 100
 """Tokens before a request moves, and that it has in all."""
 LIMIT_S = 120.0
 PAUSE_BAR, COPY_BAR = 2.0, 1.0
