@@ -32,10 +32,11 @@ SERVES, LOADED, HARDWARE, NODES = "llama-2-13b", "llama-2-7b", "h800-400g", 8
 PROMPT, OUTPUT = 2048, 128
 REPLICAS = NODES // 2
 RATE = 8.0
-"""Requests a second, for two thirds of what the replicas that prefill can do."""
+"""Requests a second: prefills take nearly half of the time of the two replicas that prefill."""
 PERIOD_S = 2.0
 """A load begins so often."""
 HELD_S = 1.0
+"""How long all nodes are asked to have the loaded model."""
 BAR = 1.10
 ASK_S = 5.0
 

@@ -163,6 +163,15 @@ def ttfts(run: SystemRun) -> list[float]:
 # --- a recorded trace ------------------------------------------------------------------------
 
 
+def recorded(section: str, folder: Path) -> Path | None:
+    """The recorded trace. None: it is not there, which is said."""
+    path = folder / TRACE
+    if path.is_file():
+        return path
+    print(f"{section}: SKIPPED, there is no {path}: name its folder with --traces")
+    return None
+
+
 def rows_of(path: Path, seconds: float) -> tuple[list[Row], float]:
     """The first requests of a trace, with their rate fitted to 12 nodes; and the factor."""
     node = Capacity(model(MODEL), hardware(HARDWARE), SLOTS)
@@ -177,9 +186,7 @@ def rows_of(path: Path, seconds: float) -> tuple[list[Row], float]:
 
 
 def trace(folder: Path) -> None:
-    path = folder / TRACE
-    if not path.is_file():
-        print(f"trace: SKIPPED, there is no {path}: name its folder with --traces")
+    if (path := recorded("trace", folder)) is None:
         return
     rows, factor = rows_of(path, TRACE_S)
     print(f"{TRACE}, first {TRACE_S:g} s: {len(rows)} requests (rate x {factor:.2f}), 12 nodes")
@@ -230,9 +237,7 @@ def split_of(spec: ClusterSpec, rows: Sequence[Row], seconds: float) -> Split:
 
 
 def split(folder: Path) -> None:
-    path = folder / TRACE
-    if not path.is_file():
-        print(f"split: SKIPPED, there is no {path}: name its folder with --traces")
+    if (path := recorded("split", folder)) is None:
         return
     rows, factor = rows_of(path, SPLIT_S)
     print(

@@ -29,7 +29,8 @@ def whole_status(known: NodeStatus | None, said: NodeStatus) -> NodeStatus | Non
 
 
 def applies(known: NodeStatus | None, said: NodeStatus) -> bool:
-    """Whether the status builds on the last one that is known, or on nothing."""
+    """Whether the status can be taken in: it is whole, or it says what has changed since one that
+    is known."""
     if said.since == 0:
         return True
     return known is not None and known.generation == said.generation and known.seq >= said.since

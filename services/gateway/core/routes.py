@@ -149,7 +149,8 @@ class Route:
             self.place_in_open = -1
 
     def become(self, instance: Instance, prompts_ahead: float | None = None) -> None:
-        """A newer set says this of the instance. In another role tokens take another time."""
+        """A newer set says this of the instance, whose tokens take another time in another role.
+        `prompts_ahead`: if it has changed, too."""
         if prompts_ahead is not None:
             self.prompts_ahead = prompts_ahead
         if instance.role is not self.instance.role:

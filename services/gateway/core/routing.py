@@ -82,6 +82,7 @@ class Routing:
 
     prompts_ahead: float = PROMPTS_AHEAD
     ahead_s: float = AHEAD_S
+    """What a node is sent at most: tokens of prompts, and seconds that it takes to prefill them."""
     choose: Callable[[Table, Request, float, Draw], Route | None] = choose
     affinity: bool = True
     """Whether requests go where their KV lies (`affinity`)."""

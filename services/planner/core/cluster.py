@@ -35,7 +35,7 @@ REMEMBER_S = 600.0
 
 Blocks = frozenset[int]
 Holdings = tuple[Holding, ...]
-"""Of one model."""
+"""What a node holds of one model."""
 
 
 @dataclass(slots=True)

@@ -111,7 +111,7 @@ def test_more_room_is_noticed() -> None:
 
 
 def test_a_report_says_which_models_it_changes() -> None:
-    """Of a hundred models that a node has, a report mostly concerns the one that it loads."""
+    """A node may have a hundred models, and most of its reports concern only one that it loads."""
     other = holding(Tier.GPU, 0, model_id=OTHER)
     found = cluster(holding(Tier.GPU, 0), other)
     more = status("a", holding(Tier.GPU, 0, 1), other, seq=2)
