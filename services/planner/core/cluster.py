@@ -203,7 +203,7 @@ class Cluster:
         self.measured.on_kv(status.kv_shares)
         models = frozenset(was.keys() | after.keys())
         changed = models
-        if known is not None and status.profile == known.profile:
+        if again and known is not None and status.profile == known.profile:
             changed = frozenset(m for m in models if was.get(m) != after.get(m))
         gained = {
             model: new

@@ -306,6 +306,17 @@ def test_a_node_that_says_what_it_holds_before_it_is_announced() -> None:
     assert driver.replicas() == {"a"}
 
 
+def test_a_new_generation_that_holds_the_same_is_no_member_before_it_is_announced() -> None:
+    """Its keeper has kept the weights. All that a planner missed may reach it in any order."""
+    driver = serving()
+    driver.status("a", Holding(MODEL, Tier.GPU, EVERY), generation=2)
+    driver.wait(0.1)
+    assert driver.replicas() == set()
+    driver.feed(NodeJoined(info=info("a", generation=2)))
+    driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
 def test_a_member_that_lost_its_blocks_is_none() -> None:
     driver = serving()
     driver.status("a")
