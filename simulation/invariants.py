@@ -223,14 +223,17 @@ class Rest:
 
     def _of_copies(self) -> list[str]:
         """Models that do not have exactly one copy for each replica, or one copy in memory if there
-        are no replicas and one must exist; at least so many, where copies may sleep."""
+        are no replicas and one must exist; at least so many, where copies may sleep. Parts of a
+        model that fits no device are no copy that must exist, and may sleep."""
         wrong = []
         for name, model in self.ids.items():
             blocks = self.manifests[name].n_blocks
             held = {n: in_memory(s, model) for n, s in self.nodes.items()}
             counts = [sum(block in each for each in held.values()) for block in range(blocks)]
             wanted = self.replicas or int(model in self.loaded)
-            if min(counts) < wanted or (max(counts) > wanted and not self.warm):
+            fits = self.manifests[name].nbytes <= self.arena_bytes
+            most = max(wanted, 0 if fits else 1)
+            if min(counts) < wanted or (max(counts) > most and not self.warm):
                 holders = ", ".join(sorted(node for node, each in held.items() if each))
                 wrong.append(f"{name} has copies on {holders or 'no node'}: {counts}")
         return wrong

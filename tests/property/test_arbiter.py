@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,14 +52,14 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
                 case "drains":
                     left[node] -= nbytes
                     draining.add(node)
-        floor = draw(st.integers(0, 2))
+        floor, group = draw(st.integers(0, 2)), 1 if alike else draw(st.sampled_from((1, 1, 2, 3)))
         claim = Claim(
             model=ModelId(f"m{number}"),
             name=ModelName(f"m{number}"),
             nbytes=nbytes,
             priority=draw(st.integers(0, 2)),
-            floor=floor,
-            wants=max(floor, draw(st.integers(0, 6))),
+            floor=floor * group,
+            wants=max(floor, draw(st.integers(0, 6))) * group,
             asked=draw(st.booleans()),
             replicas=replicas,
             asleep=frozenset(asleep),
@@ -70,6 +71,7 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
             on_disk=frozenset(draw(st.lists(st.sampled_from(nodes), max_size=2))),
             attained=draw(st.sampled_from((0.0, 1.0, 2.0))),
             cost=draw(st.sampled_from((0.0, 0.5, 1.0))),
+            group=group,
             starved=not alike and draw(st.booleans()),
         )
         claims.append(claim)
@@ -87,14 +89,19 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
     return claims, devices
 
 
-@given(pools(), st.integers(1, 4))
+NEEDS = st.lists(st.integers(1, 3), min_size=1, max_size=3)
+"""How many devices each further replica lacks."""
+
+
+@given(pools(), NEEDS)
 def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
-    pool: tuple[list[Claim], list[Device]], count: int
+    pool: tuple[list[Claim], list[Device]], needs: list[int]
 ) -> None:
     claims, devices = pool
+    count = sum(needs)
     claimant, by_model = claims[0], {c.model: c for c in claims}
     by_node = {d.node: d for d in devices}
-    room = make_room(claimant, count, claims, devices, NOW)
+    room = make_room(claimant, needs, claims, devices, NOW)
     share = shares(claims, devices)
     gone: Counter[ModelId] = Counter()
     for node, ways in room.made.items():
@@ -127,16 +134,20 @@ def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
         )
     assert not set(room.free) & set(room.made)
     assert len(room.free) + len(room.made) <= count
-    enough = len(room.free) + len(room.made) + room.busy >= count
-    assert enough or room.why_not
+    there = len(room.free) + len(room.made) + room.busy
+    assert there >= count or room.why_not
+    whole = set(accumulate(needs, initial=0))
+    assert there in whole, "no part of a replica"
     if room.free or room.made:
         assert claimant.in_memory or claimant.on_disk
 
 
-@given(pools(), st.integers(1, 4))
-def test_nothing_gives_way_needlessly(pool: tuple[list[Claim], list[Device]], count: int) -> None:
+@given(pools(), NEEDS)
+def test_nothing_gives_way_needlessly(
+    pool: tuple[list[Claim], list[Device]], needs: list[int]
+) -> None:
     claims, devices = pool
-    room = make_room(claims[0], count, claims, devices, NOW)
+    room = make_room(claims[0], needs, claims, devices, NOW)
     by_node = {d.node: d for d in devices}
     for node, ways in room.made.items():
         for way in ways:
@@ -153,6 +164,7 @@ def test_shares_have_room(pool: tuple[list[Claim], list[Device]]) -> None:
     used: Counter[NodeId] = Counter()
     for claim in claims:
         assert len(share[claim.model]) <= claim.wants
+        assert len(share[claim.model]) % claim.group == 0, "whole replicas"
         for node in share[claim.model]:
             used[node] += claim.nbytes
     assert all(used[d.node] <= d.size for d in devices)
@@ -180,7 +192,8 @@ def test_shares_are_max_min_fair_where_every_device_has_one_place(
 @given(pools())
 def test_what_serves_stays_while_all_have_room(pool: tuple[list[Claim], list[Device]]) -> None:
     claims, devices = pool
-    claims = [replace(c, wants=min(c.wants, len(c.replicas))) for c in claims]
+    whole = [len(c.replicas) // c.group * c.group for c in claims]
+    claims = [replace(c, wants=min(c.wants, has)) for c, has in zip(claims, whole, strict=True)]
     share = shares(claims, devices)
     for claim in claims:
         assert share[claim.model] <= claim.replicas.keys()
@@ -212,14 +225,14 @@ def test_a_starved_model_has_a_replica_whatever_the_priorities() -> None:
     devices = [Device(NodeId("n"), 10, 4)]
     high = replace(claim("high", "n", since=NOW), priority=1)
     low = claim("low")
-    assert not make_room(low, 1, [high, low], devices, NOW).made
+    assert not make_room(low, [1], [high, low], devices, NOW).made
     low = replace(low, starved=True)
-    (way,) = make_room(low, 1, [high, low], devices, NOW).made[NodeId("n")]
+    (way,) = make_room(low, [1], [high, low], devices, NOW).made[NodeId("n")]
     assert (way.model, way.at_once) == (high.model, False), "its requests end first"
     low, high = replace(claim("low", "n", since=NOW), starved=True), replace(high, replicas={})
-    assert not make_room(high, 1, [high, low], devices, NOW).made, "it has its turn"
+    assert not make_room(high, [1], [high, low], devices, NOW).made, "it has its turn"
     low = replace(low, starved=False)
-    (way,) = make_room(high, 1, [high, low], devices, NOW).made[NodeId("n")]
+    (way,) = make_room(high, [1], [high, low], devices, NOW).made[NodeId("n")]
     assert way.at_once
 
 
@@ -238,7 +251,7 @@ def test_what_a_higher_priority_keeps_alive_is_not_spare_for_a_lower_one() -> No
     idle = claim("idle", "n", wants=0)
     for priority, gives_way in ((0, True), (1, False)):
         claims = [replace(idle, priority=priority), asks := claim("asks")]
-        assert bool(make_room(asks, 1, claims, devices, NOW).made) == gives_way
+        assert bool(make_room(asks, [1], claims, devices, NOW).made) == gives_way
 
 
 def test_models_that_all_wait_for_one_device_take_turns() -> None:
@@ -253,22 +266,48 @@ def test_models_that_all_wait_for_one_device_take_turns() -> None:
             for name, had in attained.items()
         ]
         for waiting in (c for c in claims if not c.replicas):
-            if make_room(waiting, 1, claims, devices, float(second)).made:
+            if make_room(waiting, [1], claims, devices, float(second)).made:
                 holder, since = waiting.name, float(second)
                 break
+    assert min(attained.values()) > 0.5 * max(attained.values())
+
+
+def test_groups_that_have_no_room_beside_each_other_take_turns() -> None:
+    """Each is three of four devices. Dealt by the device, each would have two for ever."""
+    nodes = [NodeId(f"n{i}") for i in range(4)]
+    attained, holder, since = {"a": 0.0, "b": 0.0}, "a", 0.0
+    places = {"a": nodes[:3], "b": list[NodeId]()}
+    for second in range(200):
+        attained = {name: 0.98 * had + 3 * (name == holder) for name, had in attained.items()}
+        claims = [
+            replace(claim(name, *places[name], wants=3, since=since, attained=had), group=3)
+            for name, had in attained.items()
+        ]
+        used = Counter(node for places_ in places.values() for node in places_)
+        devices = [Device(node, 10, 10 - 6 * used[node]) for node in nodes]
+        waiting = next(c for c in claims if c.name != holder)
+        lacks = 3 - len(waiting.replicas)
+        room = make_room(waiting, [lacks], claims, devices, float(second))
+        if not room.made:
+            assert not room.free, "nothing is promised to a part of a group"
+            continue
+        assert len(room.free) + len(room.made) == lacks
+        places[holder] = [node for node in places[holder] if node not in room.made]
+        holder, since = waiting.name, float(second)
+        places[holder] += (*room.free, *room.made)
     assert min(attained.values()) > 0.5 * max(attained.values())
 
 
 def test_a_higher_priority_takes_a_replica_at_once_and_a_lower_one_never() -> None:
     devices = [Device(NodeId("n"), 10, 4)]
     low, high = claim("low", "n", since=NOW), claim("high", priority=1)
-    room = make_room(high, 1, [low, high], devices, NOW)
+    room = make_room(high, [1], [low, high], devices, NOW)
     assert [way.grade for way in room.made[NodeId("n")]] == [Grade.LOWER]
     low, high = claim("low", attained=0.0), claim("high", "n", priority=1, attained=9.0)
-    assert make_room(low, 1, [low, high], devices, NOW + 1e6).made == {}
+    assert make_room(low, [1], [low, high], devices, NOW + 1e6).made == {}
 
 
 def test_a_device_that_is_empty_comes_before_any_that_is_not() -> None:
     devices = [Device(NodeId("n"), 10, 4), Device(NodeId("o"), 10, 10)]
     low, high = claim("low", "n"), claim("high", priority=1)
-    assert make_room(high, 1, [low, high], devices, NOW) == Room(free=(NodeId("o"),))
+    assert make_room(high, [1], [low, high], devices, NOW) == Room(free=(NodeId("o"),))

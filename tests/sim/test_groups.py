@@ -2,6 +2,7 @@
 cores are validated after every step."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -88,6 +89,16 @@ def test_a_group_that_lost_a_device_is_mended_by_another() -> None:
     lost = first.parts[NodeId("node-1")]
     mended = next(record for record in more if record.state is EventState.COMPLETE)
     assert [mended.parts[node] for node in mended.targets] == [lost], "only its part is loaded"
+
+
+@pytest.mark.parametrize("devices", [3, 4, 5])
+def test_models_whose_groups_have_no_room_beside_each_other_take_turns(devices: int) -> None:
+    """Neither may hold a part of what the other waits for: both would wait for ever."""
+    models = tuple(model("demo", name) for name in ("model", "other"))
+    spec = replace(SPEC, models=models, nodes=devices, min_instances=0)
+    asked = (Arrival(1 + 0.5 * n, name.name, 20, 40) for n in range(60) for name in models)
+    served = {record.name for record in events(run(requests=tuple(asked), spec=spec))}
+    assert served == {"model", "other"}
 
 
 def test_a_device_of_a_group_is_drained() -> None:

@@ -4,7 +4,9 @@ What all devices' memory should be used for are shares: for each model the devic
 Shares are dealt by priority. Within a priority, each model first gets what it keeps even when idle,
 then the next replica always goes to the model with the least memory so far (max-min fairness), and
 among equals to the model that has had the least of it lately, so that models take turns where not
-even one replica each has room.
+even one replica each has room. A replica over several devices (a group, see `cut`) is dealt whole
+or not at all, and no room is made for less: two models with half a group each would wait for each
+other for ever.
 
 A model whose requests have waited for long without a replica is *starved*: it is dealt one replica
 before all others, for one turn, whatever the priorities. Few models at a time are.
@@ -28,6 +30,8 @@ import enum
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from itertools import accumulate, islice
 
 from shared.ids import ModelId, ModelName, NodeId
 from shared.wording import counted
@@ -55,11 +59,12 @@ class Claim:
     model: ModelId
     name: ModelName
     nbytes: int
+    """What it takes of a device."""
     priority: int
     floor: int
-    """Replicas that it keeps even when idle."""
+    """Devices that it keeps even when idle."""
     wants: int
-    """Replicas that its load fills, or its floor."""
+    """Devices that its load fills, or its floor."""
     asked: bool
     """Whether it has requests."""
     replicas: Mapping[NodeId, Replica]
@@ -81,6 +86,8 @@ class Claim:
     """Device seconds that it has had lately."""
     cost: float
     """Seconds that missing a sleeping copy is expected to cost."""
+    group: int = 1
+    """The devices of one replica; `floor` and `wants` are multiples of it."""
     starved: bool = False
     """Whether its requests have waited for long without any replica, or the replica that it got
     then has not had its turn yet."""
@@ -138,13 +145,14 @@ class Room:
 
 def make_room(
     claimant: Claim,
-    count: int,
+    needs: Sequence[int],
     claims: Sequence[Claim],
     devices: Sequence[Device],
     now: float,
 ) -> Room:
-    """Room for up to `count` more replicas of the claimant. `claims`: of all models, with its
-    own."""
+    """Room for more replicas of the claimant, as many as can be had whole. `needs`: how many
+    devices each of them lacks. `claims`: of all models, with its own."""
+    count = sum(needs)
     if not (claimant.in_memory or claimant.on_disk):
         return Room(why_not="no node that is up has a whole copy of it, in memory or on disk")
     own = claimant.replicas.keys() | claimant.leaving
@@ -156,8 +164,7 @@ def make_room(
     free.sort(key=lambda node: node not in claimant.on_disk)
     if len(free) >= count:
         return Room(tuple(free[:count]))
-    soon = {d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free)
-    hurried = {node: ways for node in sorted(soon) if (ways := _hurried(node, claimant, claims))}
+    soon = sorted({d.node for d in open_ if d.free + d.coming >= claimant.nbytes}.difference(free))
     dealt = shares(claims, devices)
     offers, share = _Offers(claimant, claims, dealt, now), dealt[claimant.model]
     there = len(claimant.replicas) + len(free) + len(soon)
@@ -165,7 +172,22 @@ def make_room(
     missing, entitled = count - len(free) - len(soon), len(share) - there
     made = offers.make(missing, short, entitled)
     why_not = _why_not(claimant, share, entitled - len(made)) if len(made) < missing else ""
-    return Room(tuple(free), made | hurried, len(soon) - len(hurried), why_not)
+    used = _of_whole(needs, [*free, *soon, *made])
+    soon = [node for node in soon if node in used]
+    hurried = {node: ways for node in soon if (ways := _hurried(node, claimant, claims))}
+    made = {node: ways for node, ways in made.items() if node in used}
+    return Room(
+        tuple(node for node in free if node in used),
+        made | hurried,
+        len(soon) - len(hurried),
+        why_not,
+    )
+
+
+def _of_whole(needs: Sequence[int], nodes: Sequence[NodeId]) -> Collection[NodeId]:
+    """The first of the nodes, as many as replicas take that will be whole."""
+    counts = accumulate(needs, initial=0)
+    return frozenset(nodes[: max(count for count in counts if count <= len(nodes))])
 
 
 def _hurried(node: NodeId, claimant: Claim, claims: Iterable[Claim]) -> tuple[GiveWay, ...]:
@@ -201,7 +223,7 @@ def shares(
     devices = tuple(devices)
     dealer = _Dealer(claims, devices)
     starved = _first_starved(claims, max(1, len(devices) // STARVED_DEVICES))
-    dealer.deal(starved, {c.model: min(1, c.wants) for c in starved})
+    dealer.deal(starved, {c.model: min(c.group, c.wants) for c in starved})
     for level in sorted({c.priority for c in claims}, reverse=True):
         peers = [c for c in claims if c.priority == level]
         dealer.deal(peers, {c.model: min(c.floor, c.wants) for c in peers})
@@ -220,43 +242,51 @@ class _Dealer:
     def __init__(self, claims: Collection[Claim], devices: Iterable[Device]) -> None:
         self.dealt: dict[ModelId, set[NodeId]] = {c.model: set() for c in claims}
         self._free = {device.node: device.size for device in devices}
+        self._places = {c.model: _busiest_first(c) for c in claims}
+        """Where each model's replicas are, the busiest first."""
         self._stay: Counter[NodeId] = Counter()
         """Bytes on each device of replicas that are filled and not dealt yet."""
         for claim in claims:
-            for node in self._places(claim)[: claim.wants]:
+            for node in self._filled(claim):
                 self._stay[node] += claim.nbytes
 
     def deal(self, claims: Iterable[Claim], upto: Mapping[ModelId, int]) -> None:
-        """Deals replicas in turns, until each model has `upto` of them or finds no more room."""
+        """Deals replicas in turns, until each model has `upto` devices or finds no more room."""
         hungry = {c.model: c for c in claims if len(self.dealt[c.model]) < upto[c.model]}
         while hungry:
             claim = min(hungry.values(), key=self._order)
-            node = self._place(claim)
-            if node is None:
-                del hungry[claim.model]
-                continue
-            self._free[node] -= claim.nbytes
-            self.dealt[claim.model].add(node)
-            if len(self.dealt[claim.model]) == upto[claim.model]:
+            nodes = self._next(claim)
+            for node in nodes:
+                self._free[node] -= claim.nbytes
+                if node in self._filled(claim):
+                    self._stay[node] -= claim.nbytes
+            self.dealt[claim.model].update(nodes)
+            if not nodes or len(self.dealt[claim.model]) >= upto[claim.model]:
                 del hungry[claim.model]
 
     def _order(self, claim: Claim) -> tuple[int, float, str]:
         return len(self.dealt[claim.model]) * claim.nbytes, claim.attained, claim.model
 
-    def _place(self, claim: Claim) -> NodeId | None:
-        """The next device for the model: where it is, or else where least else would have to go."""
-        places, has = self._places(claim), self.dealt[claim.model]
-        for node in places:
-            if node not in has and self._free.get(node, -1) >= claim.nbytes:
-                if node in places[: claim.wants]:
-                    self._stay[node] -= claim.nbytes
-                return node
-        fit = (n for n, free in self._free.items() if free >= claim.nbytes and n not in has)
-        return max(fit, key=lambda node: self._free[node] - self._stay[node], default=None)
+    def _next(self, claim: Claim) -> list[NodeId]:
+        """The devices for the model's next replica: where it is, and then where least else would
+        have to go. Empty: there are too few."""
+        has, need = self.dealt[claim.model], claim.group
 
-    def _places(self, claim: Claim) -> list[NodeId]:
-        """Where the model's replicas are, the busiest first."""
-        return sorted(claim.replicas, key=lambda n: (-claim.replicas[n].requests, n))
+        def fits(node: NodeId) -> bool:
+            return node not in has and self._free.get(node, -1) >= claim.nbytes
+
+        found = list(islice(filter(fits, self._places[claim.model]), need))
+        if len(found) < need:
+            others = [n for n in self._free if n not in found and fits(n)]
+            found += nsmallest(need - len(found), others, lambda n: self._stay[n] - self._free[n])
+        return found if len(found) == need else []
+
+    def _filled(self, claim: Claim) -> list[NodeId]:
+        return self._places[claim.model][: claim.wants]
+
+
+def _busiest_first(claim: Claim) -> list[NodeId]:
+    return sorted(claim.replicas, key=lambda node: (-claim.replicas[node].requests, node))
 
 
 class _Offers:

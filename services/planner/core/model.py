@@ -352,6 +352,7 @@ class ModelMachine:
             on_disk=cluster.whole_on_disk(record),
             attained=self._replicas.usage.attained(self._desk.at),
             cost=self._replicas.usage.chance(self._desk.at) * cluster.load_s(record),
+            group=devices,
             starved=self._replicas.usage.starved(self._desk.at),
         )
 

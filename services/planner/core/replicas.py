@@ -306,7 +306,7 @@ class Replicas:
             self._no_room, missing, why = True, 1, self.cutting.too_large
         else:
             missing = len(needs)
-            room = self._rooms.ask(self.record.model_id, sum(map(len, needs)))
+            room = self._rooms.ask(self.record.model_id, [len(parts) for parts in needs])
             self._no_room = not (room.free or room.made or room.busy)
             if len(room.free) >= len(needs[0]):
                 self._waits_because = ""

@@ -5,7 +5,7 @@ other model may. What gives way is told after the stimulus has been handled.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
@@ -68,9 +68,9 @@ class Rooms:
         other = promise is not None and promise.model != model and self._desk.at < promise.until
         return promise if other else None
 
-    def ask(self, model: ModelId, count: int) -> Room:
-        """Room for up to `count` more replicas. If there is too little, what should give way is
-        told to, and its room is promised."""
+    def ask(self, model: ModelId, needs: Sequence[int]) -> Room:
+        """Room for more replicas, each of which lacks so many devices. If there is too little, what
+        should give way is told to, and its room is promised."""
         claims = self._claims(model)
         claimant = next(claim for claim in claims if claim.model == model)
         self._renew(claimant)
@@ -79,10 +79,10 @@ class Rooms:
         # Nodes that have said nothing yet may have a copy: the registry knows better.
         silent = (d.node for d in devices if self._desk.cluster.free(d.node) is None)
         claimant = replace(claimant, on_disk=claimant.on_disk.union(silent))
-        room = make_room(claimant, count, claims, devices, self._desk.at)
+        room = make_room(claimant, needs, claims, devices, self._desk.at)
         if not room.free:
             self.waiting.add(model)
-        for node in room.free[:count]:
+        for node in room.free:
             self._promise(node, claimant, made=False)
         names = {claim.model: claim.name for claim in claims}
         for node, ways in room.made.items():
