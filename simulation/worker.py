@@ -15,7 +15,7 @@ from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
-from services.node.execution.worker import KV_WAIT_S
+from services.node.execution.worker import SETTLE_S, check_begun
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, LambdaScaleError, TransportError, UnsupportedModel
@@ -140,13 +140,20 @@ class ModelledWorker:
 
     async def submit(self, submit: Submit) -> None:
         """The same as Worker.submit, with its errors."""
-        settled = asyncio.Event()
-        self._do(lambda steps: steps.submit(submit, settled.set))
+        settled, over = asyncio.Event(), False
+
+        def tell(ended: bool) -> None:
+            nonlocal over
+            over = ended
+            settled.set()
+
+        self._do(lambda steps: steps.submit(submit, tell))
         try:
-            async with asyncio.timeout(KV_WAIT_S):
+            async with asyncio.timeout(SETTLE_S):
                 await settled.wait()
         except TimeoutError:
             self._tell(lambda steps: steps.late(submit))
+        check_begun(submit, over=over)
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
         return self._steps.story.of(subject)

@@ -26,7 +26,8 @@ are suspects. Each goes on at once, but alone:
   too: the node may not have heard in time that the request had left.
 
 What looks like a death may be a cut link or a paused process. That makes suspects too, since they
-lose little by it. But a suspect is refused only if its node had said that it has the request, and
+lose little by it. But a suspect is refused only if its node had said that it has the request (on a
+path: after all other nodes had said that they have room for it, so that none was dead before), and
 
 - the node says that its engine failed, or
 - the bus says that the node's process is connected no longer. The gateway asks this itself

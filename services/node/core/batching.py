@@ -58,7 +58,7 @@ from services.node.core.room import Claim, Room
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Lane
 from services.node.core.speculation import STEP_POSITIONS
-from shared.errors import ProtocolViolation
+from shared.errors import ProtocolViolation, TransportTimeout
 from shared.ids import ModelId, NodeId
 from shared.messages.serving import Cancel, Logprobs, Submit
 
@@ -132,8 +132,7 @@ class Batcher:
             case Admit():
                 return self._follower.admit(message, self._tick())
             case Admitted():
-                self._leader.admitted(message, self._tick())
-                return []
+                return self._leader.admitted(message, self._tick())
             case Pull():
                 return self._leader.pulled(message)
             case Forward():
@@ -171,13 +170,17 @@ class Batcher:
         done = Send(bring.address, KvDone(bring.here.region), cause=bring.cause)
         return [done, *self._leader.kv_brought(bring, right=right)]
 
-    def takes_kv(self, key: SequenceKey) -> bool:
-        """Whether the sequence waits for KV of other nodes."""
-        return self._leader.takings.has(key)
+    def unsettled(self, key: SequenceKey) -> bool:
+        """Whether a `Settled` of the sequence will follow."""
+        return self._leader.takings.has(key) or self._leader.asks_on_trial(key)
 
     def late(self, key: SequenceKey) -> list[Command]:
-        """The sequence waits for KV of other nodes no longer."""
+        """The sequence waits for other nodes no longer: it goes on without their KV, or ends if it
+        may kill nodes and not all of its path have answered."""
         self._handled.cause = LATE
+        if self._leader.asks_on_trial(key):
+            why = Failure(TransportTimeout.code, "not all nodes of the path have answered in time")
+            return self._leader.give_up([key], why)
         return self._leader.take_over(key)
 
     def lends(self, parts: Iterable[Part]) -> bool:

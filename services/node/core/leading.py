@@ -197,16 +197,22 @@ class Leader:
             for stage, each in others
         ]
 
-    def admitted(self, message: Admitted, tick: int) -> None:
+    def admitted(self, message: Admitted, tick: int) -> list[Command]:
         """A stage has room. The sequence begins when all have said so."""
         sequence = self.led.preparing.get(message.sequence)
         if sequence is None or message.stage not in sequence.unanswered:
-            return
+            return []
         sequence.unanswered.remove(message.stage)
         sequence.takes_cuts &= message.takes_cuts
-        if not sequence.unanswered:
-            del self.led.preparing[sequence.key]
-            self._begin(sequence, tick)
+        if sequence.unanswered:
+            return []
+        del self.led.preparing[sequence.key]
+        self._begin(sequence, tick)
+        return [Settled(sequence.key, cause=self._handled.cause)] if sequence.on_trial else []
+
+    def asks_on_trial(self, key: SequenceKey) -> bool:
+        sequence = self.led.preparing.get(key)
+        return sequence is not None and sequence.asks_on_trial
 
     def prepared(self, key: SequenceKey, failure: Failure | None) -> list[Command]:
         """The grammar of a preparing sequence is made, or cannot be made."""
@@ -446,8 +452,8 @@ class Leader:
             takes = self.takings.end(sequence.key) is not None
             if sequence.started or sequence.grammar or sequence.received or takes:
                 released.append(sequence.key)
-            if takes:
-                told.append(Settled(sequence.key, cause=cause))
+            if takes or sequence.asks_on_trial:
+                told.append(Settled(sequence.key, over=True, cause=cause))
             if to := sequence.yields_to:
                 generated = tuple(sequence.tokens[sequence.submit.prompt_tokens :])
                 told.append(Send(to.to, Yielded(to.taker, generated), cause=cause))

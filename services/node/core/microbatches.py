@@ -383,9 +383,12 @@ class Return(_Command):
 
 @dataclass(frozen=True, slots=True)
 class Settled(_Command):
-    """Whether the sequence takes KV over is settled: it runs, waits for its turn, or is over."""
+    """Its leader waits for nothing of other nodes any more, neither for KV that the sequence takes
+    over, nor, if it may kill nodes, for room on its path."""
 
     sequence: SequenceKey
+    over: bool = False
+    """Whether it has ended meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,12 @@ class Sequence:
     def on_trial(self) -> bool:
         return len(self.tokens) < self.submit.alone_until
 
+    @property
+    def asks_on_trial(self) -> bool:
+        """Whether stages of its path have not said yet that they have room, and it may kill its
+        nodes: none may be blamed on it that died before."""
+        return self.on_trial and bool(self.unanswered)
+
     @classmethod
     def of(cls, submit: Submit, speculation: int, *, keeps_kv: bool) -> "Sequence":
         """`speculation`: the most tokens that are proposed in a step. `keeps_kv`: whether

@@ -130,7 +130,7 @@ class Steps:
         self._log = telemetry.logger("engine", node=node)
         self._grammars = Grammars(engine, aside, self, self._log)
         self._kv_moves = KvMoves(engine, kv_mover, self, lambda act: post(partial(self._back, act)))
-        self._unsettled: dict[SequenceKey, Callable[[], None]] = {}
+        self._unsettled: dict[SequenceKey, Callable[[bool], None]] = {}
         self._spans = StageSpans(node, clock)
         self._sweeps = Sweeps(
             engine,
@@ -175,9 +175,10 @@ class Steps:
         with self._blamed():
             self._engine.close_model(model_id, asleep=asleep)
 
-    def submit(self, submit: Submit, settled: Callable[[], None] = lambda: None) -> None:
+    def submit(self, submit: Submit, settled: Callable[[bool], None] = lambda _: None) -> None:
         """`settled` is called once, as soon as it is settled whether KV of the attempt before is
-        used."""
+        used, and, if the request may kill nodes, whether all of its path have room. It is told
+        whether the attempt is over already."""
         manifest = self._models.get(submit.model_id)
         if manifest is None:
             raise NotFound(
@@ -189,10 +190,10 @@ class Steps:
         commands = self._batcher.submit(submit, n_blocks=manifest.n_blocks, held=held)
         key = sequence_key(submit.request, submit.attempt)
         self._tell(submit.cause or submit.request, "comes", key)
-        if self._batcher.takes_kv(key):
+        if self._batcher.unsettled(key):
             self._unsettled[key] = settled
         else:
-            settled()
+            settled(False)
         self._do(commands)
 
     # --- events, which raise nothing ----------------------------------------
@@ -225,9 +226,9 @@ class Steps:
             self._give_up(named, error)
 
     def late(self, submit: Submit) -> None:
-        """The attempt waits for KV of the attempt before no longer."""
+        """The attempt waits for other nodes no longer (see `submit`)."""
         key = sequence_key(submit.request, submit.attempt)
-        with self._contained(f"the end of the wait for KV of {key}"):
+        with self._contained(f"the end of the wait of {key}"):
             self._do(self._batcher.late(key))
 
     def peer_lost(self, address: str, error: TransportError) -> None:
@@ -371,9 +372,9 @@ class Steps:
             case Return(region=region):
                 self._kv_moves.end(region)
             case Settled(sequence=key):
-                self._tell(cause, "takes no KV over any more", key)
+                self._tell(cause, "waits for nothing of other nodes any more", key)
                 if settled := self._unsettled.pop(key, None):
-                    settled()
+                    settled(command.over)
             case Emit():
                 self._tell_end(command)
                 self._out.put(command)

@@ -22,7 +22,7 @@ from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
-from shared.errors import ConfigError, Conflict, LambdaScaleError, TransportError
+from shared.errors import CapacityExceeded, ConfigError, Conflict, LambdaScaleError, TransportError
 from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -33,8 +33,19 @@ from shared.story import Transition
 __all__ = ["EmitTo", "SendTo", "Worker", "WorkerLoad"]
 
 Call = Callable[[Steps], None]
-KV_WAIT_S = 2.0
-"""How long an attempt waits for KV of the attempt before. Gateways wait longer for an answer."""
+SETTLE_S = 2.0
+"""How long an attempt waits for KV of the attempt before, or for its path. Gateways wait longer for
+an answer."""
+
+
+def check_begun(submit: Submit, *, over: bool) -> None:
+    """CapacityExceeded if a request that may kill nodes has ended before all of its path had room
+    for it: then it can have killed none of them."""
+    if over and submit.alone_until:
+        raise CapacityExceeded(
+            f"attempt {submit.attempt} of request {submit.request} ended before all nodes of its "
+            "path had room for it: submit elsewhere"
+        )
 
 
 class Worker:
@@ -193,20 +204,24 @@ class Worker:
         await self._ask(lambda steps: steps.drop_adapter(name))
 
     async def submit(self, submit: Submit) -> None:
-        """Queues the attempt, and waits for the KV that it takes over, if it does, for KV_WAIT_S at
-        most. CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not queued."""
-        settled = asyncio.Event()
+        """Queues the attempt. Waits for the KV that it takes over, if it does, for SETTLE_S at
+        most; and if the request may kill nodes, until all of its path have room for it.
+        CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not queued, or did not begin."""
+        settled, over = asyncio.Event(), False
         loop = asyncio.get_running_loop()
 
-        def tell() -> None:
+        def tell(ended: bool) -> None:
+            nonlocal over
+            over = ended
             loop.call_soon_threadsafe(settled.set)
 
         await self._ask(lambda steps: steps.submit(submit, tell))
         try:
-            async with asyncio.timeout(KV_WAIT_S):
+            async with asyncio.timeout(SETTLE_S):
                 await settled.wait()
         except TimeoutError:
             await self._ask(lambda steps: steps.late(submit))
+        check_begun(submit, over=over)
 
     async def story(self, subject: str) -> tuple[Transition, ...]:
         """What the scheduler did lately with a sequence, or a request's, and why."""

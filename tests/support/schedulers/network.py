@@ -139,7 +139,7 @@ class Network:
         }
         self.open[key] = message
         self.generated[key] = list(message.tokens[message.prompt_tokens :])
-        if self.nodes[node].batcher.takes_kv(key):
+        if self.nodes[node].batcher.unsettled(key):
             self.nodes[node].unsettled.add(key)
         unscored = message.prompt_tokens - message.score_from if message.score_from else 0
         self.next_index[key] = len(message.tokens) - message.prompt_tokens - unscored

@@ -16,6 +16,7 @@ from services.node.core.microbatches import (
     Free,
     Path,
     Send,
+    Settled,
 )
 from services.node.core.rows import Row
 from shared.errors import CapacityExceeded, ProtocolViolation, TransportTimeout
@@ -261,3 +262,32 @@ def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else_unti
             queue(core, prompt("s", WHOLE, 1))
         run(core, running)
     queue(core, prompt("s", WHOLE, 1))
+
+
+def test_a_suspect_has_begun_on_a_path_when_every_stage_has_room() -> None:
+    core = batcher()
+    ask(core, msgspec.structs.replace(prompt("r", THREE, 2), alone_until=3))
+    assert core.unsettled("r#1")
+    assert core.received(Admitted(1, "r#1")) == []
+    assert core.unsettled("r#1")
+    assert core.received(Admitted(2, "r#1")) == [Settled("r#1")]
+    assert not core.unsettled("r#1")
+
+
+def test_who_is_no_suspect_is_taken_before_the_other_stages_answer() -> None:
+    core = batcher()
+    ask(core, prompt("r", THREE, 2))
+    assert not core.unsettled("r#1")
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_suspect_that_ends_before_every_stage_has_room_has_not_begun(late: bool) -> None:
+    core = batcher()
+    ask(core, msgspec.structs.replace(prompt("r", THREE, 2), alone_until=3))
+    core.received(Admitted(1, "r#1"))
+    lost = Failure("peer_lost", "c died")
+    ended = core.late("r#1") if late else core.peer_lost("mem://c", lost)
+    assert Settled("r#1", over=True) in ended
+    (told,) = (command.what for command in ended if isinstance(command, Emit))
+    assert isinstance(told, AttemptFailed)
+    assert not core.unsettled("r#1")

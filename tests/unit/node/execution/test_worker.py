@@ -1,6 +1,7 @@
 import asyncio
 import threading
 
+import msgspec
 import pytest
 
 from services.node.engine.base import Context, Engine, StagePart
@@ -115,6 +116,24 @@ async def test_a_cancelled_request_is_freed_everywhere(path: tuple[Stage, ...]) 
         assert (await other.end()).ids == continuation(PROMPT, 8, BLOCKS)
         assert len(long.ids) == 3
         assert long.failed is None
+
+
+async def test_a_suspect_is_taken_on_a_path_only_when_every_stage_has_room() -> None:
+    """A node that was dead before, it cannot have killed."""
+    ids = continuation(PROMPT, 8, BLOCKS)
+    async with cluster("a", "b", "c") as nodes:
+        nodes.cut.add("c")
+        suspect = msgspec.structs.replace(submit("r", THREE), alone_until=len(PROMPT) + 2)
+        taken = asyncio.create_task(nodes.submit(suspect))
+        await asyncio.sleep(0)
+        assert await nodes.workers["a"].story("r")  # asked after the attempt has come
+        assert not taken.done()
+        nodes.workers["a"].on_peer_lost("mem://c", PeerLost("connection reset"))
+        with pytest.raises(CapacityExceeded, match="before all nodes of its path"):
+            await taken
+        nodes.cut.clear()
+        again = await nodes.submit(msgspec.structs.replace(suspect, attempt=2))
+        assert (await again.end()).ids == ids
 
 
 async def test_a_lost_peer_fails_its_attempts_and_no_others() -> None:
