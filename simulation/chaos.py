@@ -6,50 +6,30 @@ seed does the same thing every time.
 
 import argparse
 import asyncio
-import logging
 import sys
 import traceback
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 from services.gateway.frontend import Frontend
-from services.planner.core.events import TERMINAL
-from services.planner.core.multicast.strategies import LOCAL
 from services.registry.service import RegistryService
 from shared import subjects
-from shared.bus.memory import MemorySubscription
 from shared.clock import now
-from shared.errors import BusError, IllegalTransition, NotFound, RequestKillsNodes
-from shared.ids import ModelName, NodeId, RequestId
-from shared.messages import decode
-from shared.messages.changes import whole_set, whole_status
-from shared.messages.instances import InstanceChange, InstanceSet, InstanceState
-from shared.messages.pool import Duty, NodeGone, NodeJoined, NodeStatus
-from shared.messages.scaling import (
-    BlockArrived,
-    BlocksArrived,
-    EventChanged,
-    EventRecord,
-    PlannerQuery,
-    PlannerState,
-    PullFailed,
-)
+from shared.errors import BusError, NotFound, RequestKillsNodes
+from shared.ids import ModelName, RequestId
+from shared.messages.scaling import EventRecord, PlannerQuery, PlannerState
 from shared.pool_pages import read_pool
-from simulation import instance_sets, invariants, loop
+from simulation import invariants, loop
 from simulation.clients import Bins, Replay
 from simulation.cluster import PLANNER, REGISTRY, Cluster
 from simulation.engine import token_of
-from simulation.faults import ClockJump, Field, Role
+from simulation.faults import ClockJump, Field
 from simulation.scenario import Arrival, Scenario, scenario
+from simulation.watch import Found, Watch, logged
 
-LOOK_S = 0.1
-"""Seconds between two looks at what nodes hold."""
 ANSWER_S = 150.0
 """Seconds after the last request and the last fault by which all requests must have ended."""
 REST_S = 120.0
@@ -76,8 +56,8 @@ def play(
     played: Scenario, kind: "type[Play] | None" = None, replay: type[Replay] = Replay
 ) -> Verdict:
     """`kind` and `replay`: benchmarks see more of what happens."""
-    found = _Found([], [], [])
-    with _logged(found.log):
+    found = Found([], [], [])
+    with logged(found.log):
         try:
             loop.run(_play(played, found, kind or Play, replay), seed=played.seed, limit_s=LIMIT_S)
         except Exception as error:  # whatever it is, the run is meant to find it
@@ -86,23 +66,13 @@ def play(
     return Verdict(tuple(found.log), tuple(found.violations), found.began, tuple(found.ended))
 
 
-@dataclass(slots=True)
-class _Found:
-    """A verdict in the making."""
-
-    log: list[str]
-    violations: list[str]
-    ended: list[tuple[float, EventRecord]]
-    began: float = 0.0
-
-
 def _root(error: BaseException) -> BaseException:
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
-async def _play(played: Scenario, found: _Found, kind: "type[Play]", replay: type[Replay]) -> None:
+async def _play(played: Scenario, found: Found, kind: "type[Play]", replay: type[Replay]) -> None:
     def unhandled(_: asyncio.AbstractEventLoop, context: Mapping[str, Any]) -> None:
         found.violations.append(f"not handled: {context.get('exception')!r}, {context['message']}")
 
@@ -116,153 +86,6 @@ async def _play(played: Scenario, found: _Found, kind: "type[Play]", replay: typ
         watch.say("begins")
         found.began = now()
         await kind(played, cluster, watch, replay).run()
-
-
-class Watch:
-    """Watches what passes over the bus and what nodes hold, and writes the log."""
-
-    def __init__(self, cluster: Cluster, found: _Found, *, timed: bool) -> None:
-        """`timed`: whether the planners' wall clocks are right. Those of others do not matter."""
-        self.said: dict[NodeId, NodeStatus] = {}
-        self._cluster = cluster
-        self._found = found
-        self._names = {ModelName(name): model for name, model in cluster.model_ids.items()}
-        self._blocks = {
-            model: manifest.n_blocks
-            for model, manifest in zip(self._names.values(), cluster.manifests, strict=True)
-        }
-        spec = cluster.spec
-        # Where memory is short, the last copy of a model gives way to a model that is asked for.
-        ample = sum(model.nbytes for model in spec.models) <= spec.arena_bytes
-        pooled = spec.system.transfer != LOCAL
-        self.pool = invariants.Pool(self._blocks if pooled else {}, ample)
-        self._events = invariants.Events(timed=timed)
-        self._sets: dict[ModelName, InstanceSet] = {}
-        self._terms: dict[str, int] = {}
-        """The latest term that was heard, by role."""
-        for subject in (
-            subjects.EVENTS,
-            subjects.INSTANCES,
-            subjects.POOL_NODES,
-            subjects.ARRIVALS,
-            subjects.POOL_STATUS,
-        ):
-            cluster.broker.listen(MemorySubscription(cluster.broker, subject, self._hear))
-
-    def say(self, what: str) -> None:
-        self._found.log.append(f"{now():11.6f} {what}")
-
-    def violated(self, what: str) -> None:
-        self.say(f"VIOLATED: {what}")
-        self._found.violations.append(f"{now():.3f} s: {what}")
-
-    def find(self, role: Role) -> list[str]:
-        """Nodes that are up and have the role now."""
-        found: list[str] = []
-        records = [r for r in self._events.running.values() if r.transfers]
-        if role is Role.SOURCE:
-            found = [t.src for r in records for t in r.transfers if t.src not in r.targets]
-        elif role is Role.TARGET:
-            found = [node for r in records for node in r.targets]
-        elif role is Role.RELAY:
-            found = [t.src for r in records for t in r.transfers if t.src in r.targets]
-        else:
-            path = role is Role.LEADER
-            found = [
-                i.leader
-                for s in self._sets.values()
-                for i in s.instances
-                if i.state is InstanceState.SERVING and i.lasts is not path
-            ]
-        nodes = self._cluster.nodes
-        return [name for name in dict.fromkeys(found) if name in nodes]
-
-    def crashed(self, name: str) -> None:
-        nodes = self._cluster.nodes
-        if name in nodes:
-            self._look()
-            self.pool.crashed(nodes[name])
-        elif name == self._cluster.active(PLANNER):
-            self._events.planner_died()
-
-    async def look(self) -> None:
-        """Looks again and again, without end."""
-        while True:
-            self._look()
-            await asyncio.sleep(LOOK_S)
-
-    def _look(self) -> None:
-        for wrong in self.pool.look(self._cluster.nodes):
-            self.violated(wrong)
-        self._look_at_gateways()
-
-    def _look_at_gateways(self) -> None:
-        """Whether their cores agree with themselves."""
-        for name, gateway in self._cluster.gateways.items():
-            try:
-                gateway.frontend.dispatch.validate()
-            except IllegalTransition as error:
-                self.violated(f"{name}: {error}")
-
-    def _hear(self, data: bytes, _: object) -> None:
-        message = decode(data)
-        if (term := message.term) is not None:
-            if term.number < self._terms.get(term.role, 0):
-                self.say(f"too late: {type(message).__name__} of {term.role} {term.number}")
-                return
-            if term.role == PLANNER and term.number > self._terms.get(PLANNER, term.number):
-                self._events.planner_died()  # what it has not heard of ended with the last one
-            self._terms[term.role] = term.number
-        wrong: list[str] = []
-        match message:
-            case EventChanged(record=record):
-                targets = " ".join(record.targets)
-                self.say(
-                    f"{record.id} of {record.name} is {record.state.value}, revision "
-                    f"{record.revision}, targets {targets or 'none'} {record.error}".rstrip()
-                )
-                wrong = self._events.changed(record)
-                if record.state in TERMINAL:
-                    self._found.ended.append((now(), record))
-            case InstanceSet():
-                wrong = self._on_set(message)
-            case InstanceChange(now=InstanceSet(name=name)):
-                if found := whole_set(self._sets.get(name), message):
-                    wrong = self._on_set(found)
-            case NodeJoined(info=info):
-                duty = f", {info.duty.value}" if info.duty is not Duty.ALL else ""
-                self.say(f"{info.node} joined as {info.generation}{duty}")
-                (self.pool.leaving.add if info.duty.leaves else self.pool.leaving.discard)(
-                    info.node
-                )
-            case NodeGone(node=node, generation=generation, reason=reason):
-                self.say(f"{node} gone as {generation}: {reason}")
-                self.pool.gone(message)
-                self._events.gone(node)
-            case BlockArrived():
-                self.say(f"{message.node} has block {message.block} from {message.source}")
-            case BlocksArrived():
-                for block in message.blocks:
-                    self.say(f"{message.node} has block {block.block} from {block.source}")
-            case PullFailed():
-                self.say(f"{message.node} got no block {message.block}: {message.message}")
-            case NodeStatus():
-                if status := whole_status(self.said.get(message.node), message):
-                    self.said[message.node] = status
-        for each in wrong:
-            self.violated(each)
-        self._look_at_gateways()
-
-    def _on_set(self, message: InstanceSet) -> list[str]:
-        before = self._sets.get(message.name)
-        age = message.epoch, message.revision
-        if before is not None and age < (before.epoch, before.revision):
-            return [f"set {age} of {message.name} after {before.epoch, before.revision}"]
-        self._sets[message.name] = message
-        if before is None or age != (before.epoch, before.revision):
-            instances = " ".join(map(invariants.brief, message.instances))
-            self.say(f"{message.name} is served by {instances or 'nobody'}")
-        return instance_sets.of_set(message, self._blocks[message.model_id])
 
 
 @dataclass(slots=True)
@@ -505,38 +328,6 @@ class Play:
 
 def _token(vocab: int, request: RequestId, index: int) -> int:
     return token_of(request, index, vocab)
-
-
-# --- what services log ---
-
-
-@contextmanager
-def _logged(log: list[str]) -> Iterator[None]:
-    """Writes what services log to the log as well."""
-
-    def take(
-        _: object, level: str, event: structlog.typing.EventDict
-    ) -> structlog.typing.EventDict:
-        what = event.pop("event")
-        who = event.pop("name", None) or event.pop("node", "")
-        event.pop("role", None)
-        rest = " ".join(f"{key}={value}" for key, value in event.items())
-        log.append(f"{now():11.6f}   {who} {level}: {what} {rest}".rstrip())
-        raise structlog.DropEvent
-
-    before = structlog.get_config() if structlog.is_configured() else None
-    structlog.configure(
-        processors=[structlog.processors.format_exc_info, take],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        cache_logger_on_first_use=False,
-    )
-    try:
-        yield
-    finally:
-        if before is None:
-            structlog.reset_defaults()
-        else:
-            structlog.configure(**before)
 
 
 def main(arguments: list[str]) -> int:
