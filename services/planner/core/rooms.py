@@ -6,7 +6,7 @@ other model may. What gives way is told after the stimulus has been handled.
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
@@ -76,9 +76,6 @@ class Rooms:
         self._renew(claimant)
         taken = self.taken(model, claimant.priority).union(self._loading(claimant.priority))
         devices = self._devices(claims, taken)
-        # Nodes that have said nothing yet may have a copy: the registry knows better.
-        silent = (d.node for d in devices if self._desk.cluster.free(d.node) is None)
-        claimant = replace(claimant, on_disk=claimant.on_disk.union(silent))
         room = make_room(claimant, needs, claims, devices, self._desk.at)
         if not room.free:
             self.waiting.add(model)

@@ -306,6 +306,18 @@ def test_a_node_that_says_what_it_holds_before_it_is_announced() -> None:
     assert driver.replicas() == {"a"}
 
 
+def test_no_event_begins_before_a_node_has_said_that_it_has_a_copy() -> None:
+    """It would fail for want of a source, as the events of a cluster did that was started again."""
+    driver = Driver()
+    driver.join("a", "b")
+    driver.publish(record(min_instances=1))
+    driver.status("a")
+    driver.wait(1.5)
+    assert not driver.all_asked(commands.Reserve)
+    driver.holds("b", tier=Tier.DISK)
+    assert driver.all_asked(commands.Reserve)
+
+
 def test_a_new_generation_that_holds_the_same_is_no_member_before_it_is_announced() -> None:
     """Its keeper has kept the weights. All that a planner missed may reach it in any order."""
     driver = serving()
