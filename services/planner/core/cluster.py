@@ -200,7 +200,7 @@ class Cluster:
         else:
             said = self._sort(status, now)
         after = said.on_device
-        self.measured.on_kv(status.kv_shares)
+        self.measured.on_kv(status.node, status.kv_shares)
         models = frozenset(was.keys() | after.keys())
         changed = models
         if again and known is not None and status.profile == known.profile:

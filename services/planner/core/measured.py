@@ -19,8 +19,11 @@ not believed."""
 
 class Measured:
     def __init__(self) -> None:
-        self._kv: dict[ModelId, int] = {}
-        """KV positions of a replica, as a node that has the model open said last."""
+        self._kv: dict[ModelId, dict[NodeId, int]] = {}
+        """KV positions that each node has which has the model open. Where none has, what the last
+        one had."""
+        self._open: dict[NodeId, frozenset[ModelId]] = {}
+        """The models that nodes have open."""
         self._times: dict[ModelId, dict[NodeId, ModelProfile]] = {}
         """What each node that ran the model says of it."""
         self._middle: dict[ModelId, ModelProfile] = {}
@@ -36,10 +39,22 @@ class Measured:
         for model, times in self._times.items():
             if times.pop(node, None) is not None:
                 self._middle.pop(model, None)
+        self.on_kv(node, {})
+        self._open.pop(node, None)
 
-    def on_kv(self, shares: Mapping[ModelId, int]) -> None:
+    def on_kv(self, node: NodeId, shares: Mapping[ModelId, int]) -> None:
         """Takes in the KV positions that a node has for each of its open models."""
-        self._kv.update(shares)
+        known = self._open.get(node, frozenset())
+        if known != shares.keys():
+            self._open[node] = frozenset(shares)
+            for model in known ^ shares.keys():
+                said = self._kv.get(model, {})
+                if still := {n: had for n, had in said.items() if model in self._open.get(n, ())}:
+                    self._kv[model] = still
+                elif model in shares:
+                    self._kv[model] = {}
+        for model, positions in shares.items():
+            self._kv.setdefault(model, {})[node] = positions
 
     def forget(self, models: Collection[ModelId]) -> None:
         """Forgets all but these models."""
@@ -49,9 +64,12 @@ class Measured:
             del self._times[model]
             self._middle.pop(model, None)
 
-    def kv_tokens(self, model: ModelId) -> int:
-        """KV positions of a complete replica; 0: not known."""
-        return self._kv.get(model, 0)
+    def kv_tokens(self, model: ModelId, *, group: bool = False) -> int:
+        """KV positions of an ordinary replica; 0: not known. `group`: a replica takes several
+        devices, and each needs KV for every position: what the device with the least room has
+        counts."""
+        positions = self._kv.get(model, {}).values()
+        return min(positions, default=0) if group else int(_middle(positions))
 
     def prefill_s_per_token(self, model: ModelId) -> float:
         """Seconds that a complete replica takes for each further token; 0: not known."""

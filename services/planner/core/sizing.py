@@ -188,7 +188,7 @@ class Sizing:
             min_instances=floor,
             max_instances=min(record.max_instances or nodes, nodes // devices),
             slots=cluster.slots * devices,
-            kv_tokens=cluster.measured.kv_tokens(record.model_id),
+            kv_tokens=cluster.measured.kv_tokens(record.model_id, group=devices > 1),
             queue_per_instance=settings.queue_per_instance,
             prefill_wait_s=settings.prefill_wait_s,
             prefill_s_per_token=cluster.measured.prefill_s_per_token(record.model_id)

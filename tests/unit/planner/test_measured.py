@@ -147,3 +147,28 @@ def test_prompts_fill_more_replicas_where_these_are_slow() -> None:
         found = driver.feed(GatewayLoad(gateway=GatewayId("gateway-0"), models=(waiting,)))
         begun[slow] = any(isinstance(c, commands.Reserve) for c in found)
     assert begun == {1.0: False, 4.0: True}
+
+
+def test_a_replica_has_the_kv_of_an_ordinary_node_and_a_group_that_of_its_poorest() -> None:
+    found = Measured()
+    assert found.kv_tokens(MODEL) == 0
+    for node, positions in ((A, 640), (B, 320), (C, 960), (A, 656)):
+        found.on_kv(node, {MODEL: positions})
+    assert found.kv_tokens(MODEL) == 656, "whoever speaks last decides nothing"
+    assert found.kv_tokens(MODEL, group=True) == 320
+
+
+def test_only_nodes_that_have_the_model_open_say_what_kv_it_has() -> None:
+    found = Measured()
+    for node, positions in ((A, 640), (B, 320)):
+        found.on_kv(node, {MODEL: positions})
+    found.on_kv(B, {})
+    assert found.kv_tokens(MODEL, group=True) == 640
+    found.on_kv(A, {})
+    assert found.kv_tokens(MODEL) == 640, "what is known last, for the next one"
+    found.on_kv(B, {MODEL: 320})
+    assert found.kv_tokens(MODEL) == 320
+    found.on_gone(B)
+    assert found.kv_tokens(MODEL) == 320
+    found.on_kv(C, {MODEL: 960})
+    assert found.kv_tokens(MODEL) == 960
