@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.cut import Room, cut, known_cut, lacking
+from services.planner.core.cut import Room, completed, cut, lacking
 from shared.ids import NodeId
 from shared.layout import PAGE, room_of
 from shared.parts import Part, whole
@@ -82,15 +82,30 @@ def test_the_parts_that_are_left_tell_the_cut(sizes: list[int], data: st.DataObj
     ends = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
     parts = [Part(a, b) for a, b in pairwise(ends)]
     left = data.draw(st.lists(st.sampled_from(parts), unique=True))
-    found = known_cut(left, ends[-1])
+    blocks = [100 * PAGE] * ends[-1]
+    rooms = [Room(NodeId(f"n{i}"), "a", max(sizes) * 101 * PAGE) for i in range(len(sizes))]
+    found = completed(left, blocks, rooms)
     assert found is not None
     assert set(left) <= set(found)
     assert [b for part in found for b in part.blocks] == list(whole(ends[-1]).blocks)
+    assert len(found) <= len(rooms)
+    assert all(taken(blocks, part) <= rooms[0].nbytes for part in found)
+
+
+def test_what_lies_between_known_parts_is_cut_by_what_devices_have_room_for() -> None:
+    """A model of which only the last part slept was once taken for one of two parts, the first of
+    which no device has room for, and then for one that fits a device: it waited for ever."""
+    blocks = [100 * PAGE] * 8
+    rooms = [Room(NodeId(f"n{i}"), "a", 303 * PAGE) for i in range(3)]
+    assert completed([Part(6, 8)], blocks, rooms) == (Part(0, 3), Part(3, 6), Part(6, 8))
+    assert completed([Part(6, 8)], blocks, rooms[:2]) is None
+    assert completed([Part(4, 8)], blocks, rooms) is None, "it fits no device"
 
 
 def test_parts_of_different_cuts_do_not_go_together() -> None:
-    assert known_cut([Part(0, 4), Part(3, 8)], 8) is None
-    assert known_cut([Part(0, 9)], 8) is None
+    rooms = [Room(NodeId(f"n{i}"), "a", 909 * PAGE) for i in range(3)]
+    assert completed([Part(0, 4), Part(3, 8)], [100 * PAGE] * 8, rooms) is None
+    assert completed([Part(0, 9)], [100 * PAGE] * 8, rooms) is None
 
 
 def test_what_groups_lack() -> None:

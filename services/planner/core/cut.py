@@ -127,21 +127,28 @@ def _largest(ends: Sequence[int], stops: Sequence[int]) -> int:
     return max(ends[stop] - ends[start] for start, stop in zip((0, *stops), stops, strict=False))
 
 
-def known_cut(parts: Iterable[Part], blocks: int) -> tuple[Part, ...] | None:
-    """The cut to which these parts, which devices hold, belong: what none of them has is one part
-    more for each gap. None: they overlap, so that they are of different cuts."""
+def completed(
+    parts: Iterable[Part], block_bytes: Sequence[int], rooms: Sequence[Room]
+) -> tuple[Part, ...] | None:
+    """The cut to which these parts belong, which devices hold. What none of them has is cut as a
+    model would be. None: the parts overlap, so that they are of different cuts, or there is no room
+    for a group of such parts."""
     found: list[Part] = []
-    end = 0
-    for part in sorted(set(parts)):
-        if part.start < end:
+    ends = (*sorted(set(parts)), Part(len(block_bytes), len(block_bytes)))
+    for part in ends:
+        start = found[-1].stop if found else 0
+        if part.start < start:
             return None
-        if part.start > end:
-            found.append(Part(end, part.start))
-        found.append(part)
-        end = part.stop
-    if end > blocks:
-        return None
-    return (*found, Part(end, blocks)) if end < blocks else tuple(found)
+        if part.start > start:
+            between = cut(block_bytes[start : part.start], rooms)
+            if between is None:
+                return None
+            found += (Part(start + p.start, start + p.stop) for p in between)
+        if part.size:
+            found.append(part)
+    largest = max((room.nbytes for room in rooms), default=0)
+    fits = all(room_for(block_bytes[part.start : part.stop]) <= largest for part in found)
+    return tuple(found) if fits and len(found) <= len(rooms) else None
 
 
 def lacking(

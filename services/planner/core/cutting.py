@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.planner.core.cut import Room, cut, known_cut, room_for
+from services.planner.core.cut import Room, completed, cut, room_for
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.standing import Standing
@@ -45,25 +45,19 @@ class Cutting:
     def choose(self, *, scaling: bool, planned: Iterable[Part] = ()) -> None:
         """Decides how the model is cut, by the room that devices have free, or else by all that
         they have: then others give way. The cut stays while anything of the model is in an arena or
-        on its way there. `planned`: parts that an earlier planner's event loads."""
+        on its way there, if there are devices enough for it. `planned`: parts that an earlier
+        planner's event loads."""
         cluster, record = self._desk.cluster, self._record
         if scaling or self._fleet.members or self._standing.released:
             return
-        nodes = list(cluster.with_space(record.model_id))
-        spaces = (cluster.part(node, record.model_id) for node in nodes)
+        spaces = [cluster.part(n, record.model_id) for n in cluster.with_space(record.model_id)]
         parts = {part for part in (*spaces, *planned) if part is not None}
-        known = known_cut(parts, record.n_blocks) if parts else None
-        if known is not None and self._fits(known):
-            self._fleet.cut = known
-        elif record.nbytes <= cluster.largest_arena or nodes:
+        if not parts and (record.nbytes <= cluster.largest_arena or spaces):
             self._fleet.cut = (whole(record.n_blocks),)
-        else:
-            infos = [info for info in cluster.nodes.values() if info.duty is Duty.ALL]
-            sizes = [Room(info.node, info.host, info.arena_bytes) for info in infos]
-            free = [replace(r, nbytes=min(r.nbytes, cluster.free(r.node) or 0)) for r in sizes]
-            blocks = record.block_bytes
-            self._fleet.cut = cut(blocks, free) or cut(blocks, sizes) or ()
-
-    def _fits(self, parts: Iterable[Part]) -> bool:
-        sizes, largest = self._record.block_bytes, self._desk.cluster.largest_arena
-        return all(sum(sizes[part.start : part.stop]) <= largest for part in parts)
+            return
+        infos = [info for info in cluster.nodes.values() if info.duty is Duty.ALL]
+        sizes = [Room(info.node, info.host, info.arena_bytes) for info in infos]
+        free = [replace(r, nbytes=min(r.nbytes, cluster.free(r.node) or 0)) for r in sizes]
+        blocks = record.block_bytes
+        known = completed(parts, blocks, sizes) if parts else None
+        self._fleet.cut = known or cut(blocks, free) or cut(blocks, sizes) or ()
