@@ -178,8 +178,8 @@ class ClusterSpec:
         part = math.ceil(self.blocks / self.devices) * (block + ALIGN * LEAST_UNIT)
         if largest.nbytes > most and (self.devices == 1 or part > most):
             raise ConfigError(
-                f"{largest.name} takes {largest.nbytes / 1e9:.0f} GB, a {self.hardware.name} "
-                f"has {usable / 1e9:.0f} GB for weights and KV: use other hardware"
+                f"{largest.name} takes {largest.nbytes / 1e9:.3g} GB, a {self.hardware.name} "
+                f"has {usable / 1e9:.3g} GB for weights and KV: use other hardware"
             )
         if largest.nbytes > most:
             return math.ceil(part / ROUNDED)

@@ -42,6 +42,8 @@ from simulation.models import model
 SPAN_S = 40.0
 """Seconds within which requests come and faults begin."""
 MODEL, HARDWARE = "demo", "paced-laptop"
+TOO_SMALL_BYTES = 52e6
+"""Memory of a device that has no room for MODEL, but for two thirds of it."""
 OTHER_SYSTEMS = ("lambdapipe", "blitzscale", "faasnet", "nccl", "serverlessllm")
 
 
@@ -70,6 +72,7 @@ class Scenario:
         spec = self.spec
         return [
             f"seed {self.seed}: {spec.system.name}, {spec.nodes} nodes in {spec.racks} racks, "
+            f"{spec.devices} on a machine, "
             f"{len(spec.models)} models of {spec.blocks} blocks, {spec.chunks} chunks a block, "
             f"{spec.slots} slots, {spec.hardware.memory_bytes / 1e6:.0f} MB a node, "
             f"links {spec.hardware.nic_bytes_per_s / 1e6:.1f} MB/s, "
@@ -89,6 +92,8 @@ def scenario(seed: int) -> Scenario:
     draw = random.Random(seed)
     kv_moves: Literal["always", "never"] = "always" if seed % 4 < 2 else "never"
     spec = replace(_spec(draw), anticipate=seed % 2 == 0, kv_moves=kv_moves)
+    if seed % 8 == 3:
+        spec = _in_groups(spec, draw)
     requests = sorted(_requests(draw, spec), key=lambda request: request.at)
     faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
     if draw.random() < 0.2:
@@ -122,6 +127,21 @@ def _spec(draw: random.Random) -> ClusterSpec:
         min_instances=1 if draw.random() < 0.8 else 0,
         standbys=draw.choice((0, 1, 2)),
         gateways=draw.choice((1, 2, 3)),
+    )
+
+
+def _in_groups(spec: ClusterSpec, draw: random.Random) -> ClusterSpec:
+    """Two or three machines of several devices, none of which has room for a model."""
+    devices = draw.choice((2, 3))
+    return replace(
+        spec,
+        system=systems.named("lambdascale"),
+        hardware=msgspec.structs.replace(
+            spec.hardware, memory_bytes=TOO_SMALL_BYTES, nvlink_bytes_per_s=1e9
+        ),
+        nodes=devices * draw.choice((2, 3)),
+        devices=devices,
+        racks=1,
     )
 
 
