@@ -44,6 +44,8 @@ SPAN_S = 40.0
 MODEL, HARDWARE = "demo", "paced-laptop"
 TOO_SMALL_BYTES = 52e6
 """Memory of a device that has no room for MODEL, but for two thirds of it."""
+HOST_BYTES = 110_000_000
+"""Memory of a host cache that has room for two models."""
 OTHER_SYSTEMS = ("lambdapipe", "blitzscale", "faasnet", "nccl", "serverlessllm")
 
 
@@ -92,8 +94,12 @@ def scenario(seed: int) -> Scenario:
     draw = random.Random(seed)
     kv_moves: Literal["always", "never"] = "always" if seed % 4 < 2 else "never"
     spec = replace(_spec(draw), anticipate=seed % 2 == 0, kv_moves=kv_moves)
-    if seed % 8 == 3:
-        spec = _in_groups(spec, draw)
+    match seed % 8:
+        case 3:
+            spec = _in_groups(spec, draw)
+        case 6:
+            system = systems.named("lambdascale")
+            spec = replace(spec, system=system, prefill_share=0.5, host_bytes=HOST_BYTES)
     requests = sorted(_requests(draw, spec), key=lambda request: request.at)
     faults = sorted(_faults(draw, spec), key=lambda fault: fault.at)
     if draw.random() < 0.2:
