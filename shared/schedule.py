@@ -62,6 +62,8 @@ def least(text: str, min_instances: int, warm: int, wall_ns: Sequence[int]) -> t
     """The instances that a model keeps even when idle, and its warm copies, at the time at which
     most are asked for. `min_instances` and `warm` are the model's own. BadInput as `parse`."""
     windows, found = parse(text), []
+    if not windows:
+        return min_instances, warm
     for at_ns in wall_ns:
         week_s = (at_ns / 1e9 + EPOCH_WEEKDAY * DAY_S) % WEEK_S
         now = [window for window in windows if window.holds(week_s)]

@@ -8,8 +8,9 @@ keep-alive time (`Policy.idle_s`), and know no history.
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
+
+from msgspec.structs import replace
 
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route

@@ -6,15 +6,15 @@ sequences, by KV tokens, or by the prefill that requests wait for, whichever is 
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+
+import msgspec
 
 from services.planner.core.keeping import Keep
 from services.planner.core.objectives import NO_OBJECTIVES, Objectives, Supply, Work, needed
 from services.planner.core.traffic import NO_ARRIVALS, Arrivals
 
 
-@dataclass(frozen=True, slots=True)
-class Demand:
+class Demand(msgspec.Struct, frozen=True, gc=False):
     """A model's work now, summed over gateways."""
 
     queued_requests: int
@@ -31,8 +31,7 @@ class Demand:
         return self.queued_requests + self.running_requests == 0
 
 
-@dataclass(frozen=True, slots=True)
-class Policy:
+class Policy(msgspec.Struct, frozen=True):
     min_instances: int
     max_instances: int
     """The number of nodes, or the model's own limit."""
@@ -120,13 +119,12 @@ def work_of(demand: Demand, policy: Policy) -> Work:
     )
 
 
-def steady(demand: Demand, policy: Policy) -> float:
+def steady(work: Work, policy: Policy) -> float:
     """How many replicas the load needs, as far as it is known, without what has piled up."""
-    work = work_of(demand, policy)
     usual = work.rate * work.stay_s
     there = min(work.inside, usual) if usual else work.inside
     if policy.objectives.any and work.prefill_s:
-        ready = replace(work, waiting_s=0.0, inside=math.ceil(there))
+        ready = msgspec.structs.replace(work, waiting_s=0.0, inside=math.ceil(there))
         return needed(ready, Supply(0.0), policy.objectives, policy.max_instances)
     return max(filled(there, work, policy), work.rate * work.prefill_s) / policy.fill
 

@@ -56,7 +56,9 @@ class Fleet:
         self._partial: set[NodeId] = set()
         """Members that lack blocks."""
         self._replicas: tuple[Member, ...] | None = None
-        """See `replicas`. None: to be found anew."""
+        """See `replicas`. None: to be found anew. The same holds for the two that follow."""
+        self._serving: Counter[Part] | None = None
+        self._staying: Counter[Part] | None = None
         self.cut: tuple[Part, ...] = (whole(record.n_blocks),)
         """The parts that the devices of a replica have. Empty: all nodes together have no room for
         the model."""
@@ -118,6 +120,20 @@ class Fleet:
     def parts(self, members: Iterable[Member]) -> Counter[Part]:
         """How many of the members have each part."""
         return Counter(member.part or self.cut[0] for member in members)
+
+    @property
+    def serving(self) -> Mapping[Part, int]:
+        """How many of the replicas have each part."""
+        if self._serving is None:
+            self._serving = self.parts(self.replicas)
+        return self._serving
+
+    @property
+    def staying(self) -> Counter[Part]:
+        """How many members have each part, without those that drain. It is not to be changed."""
+        if self._staying is None:
+            self._staying = self.parts(m for m in self._members.values() if not m.draining)
+        return self._staying
 
     def count(self, parts: Mapping[Part, int]) -> int:
         """How many replicas so many devices with each part are."""
@@ -231,7 +247,7 @@ class Fleet:
 
     def _changed(self) -> None:
         self._changes += 1
-        self._replicas = None
+        self._replicas = self._serving = self._staying = None
         self._outdated = True
         self._plan()
         self.touch()
@@ -433,6 +449,8 @@ class Fleet:
         assert self._partial == {n for n, m in self._members.items() if not m.is_complete(blocks)}
         whole_ones = [m for m in self._members.values() if m.is_complete(blocks)]
         assert list(self.replicas) == [m for m in whole_ones if not m.draining]
+        assert self.serving == self.parts(self.replicas)
+        assert self.staying == self.parts(m for m in self._members.values() if not m.draining)
         assert {m.part for m in self._members.values() if m.part} <= set(self.cut)
         assert self._retired.keys() == {
             i.id for i in self.instances if i.state is not InstanceState.SERVING

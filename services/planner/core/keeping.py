@@ -22,7 +22,8 @@ lulls of a burst, so they went after a fraction of a second, and the burst found
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 ENOUGH = 8.0
 """Fewer gaps than this say nothing."""
@@ -38,8 +39,7 @@ Counts = tuple[tuple[float, ...], ...]
 """For each number how many gaps had each length; older gaps count less."""
 
 
-@dataclass(frozen=True, slots=True)
-class Idle:
+class Idle(msgspec.Struct, frozen=True, gc=False):
     """Which replicas are needed, and since when the others are not."""
 
     need: int = 0
@@ -80,8 +80,7 @@ class Idle:
 NOT_NEEDED = Idle()
 
 
-@dataclass(frozen=True, slots=True)
-class Keep:
+class Keep(msgspec.Struct, frozen=True, gc=False):
     """For how long a copy is kept that is not needed, and why."""
 
     seconds: float

@@ -10,6 +10,8 @@ from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from math import inf
 
+import msgspec
+
 from services.planner.core.demand import Demand
 from services.planner.core.tickets import Moment
 from shared.ids import GatewayId, InstanceId, ModelName
@@ -23,8 +25,7 @@ silence of a node or gateway says nothing. It is less than FRESH_S, so that no g
 meanwhile."""
 
 
-@dataclass(frozen=True, slots=True)
-class Asked:
+class Asked(msgspec.Struct, frozen=True, gc=False):
     requests: int = 0
     tokens: int = 0
     """Of their prompts."""
@@ -88,6 +89,8 @@ class _Sum:
 
 
 _NOTHING = _Sum()
+_IDLE = ModelLoad(model=ModelName(""))
+"""In place of a load that is not there."""
 
 
 class LoadReports:
@@ -118,13 +121,14 @@ class LoadReports:
         self._stale_at = min(self._stale_at, now + FRESH_S)
         changed = set[ModelName]()
         for each in load.models:
-            before, asked = known.models.get(each.model), known.asked.get(each.model)
-            if (before or each.in_use) and before != each:
-                self._replace(load.gateway, known, each.model, each)
-                changed.add(each.model)
+            name = each.model
+            before, asked = known.models.get(name), known.asked.get(name)
+            if before != each if before is not None else each.in_use:
+                self._replace(load.gateway, known, name, each)
+                changed.add(name)
             if asked is None or asked.requests != each.asked_requests:
                 self._count(known, each, heard=heard)
-                changed.add(each.model)
+                changed.add(name)
         if load.whole:
             for name in known.models.keys() - {each.model for each in load.models}:
                 self._replace(load.gateway, known, name, None)
@@ -134,14 +138,17 @@ class LoadReports:
     def _replace(
         self, gateway: GatewayId, known: _Gateway, name: ModelName, load: ModelLoad | None
     ) -> None:
-        total = self._sums.get(name) or self._sums.setdefault(name, _Sum())
-        before = known.models.pop(name, _idle(name))
-        after = load if load is not None and load.in_use else _idle(name)
-        total.change(before, after)
-        if after.in_use:
-            known.models[name] = total.loads[gateway] = after
-        else:
-            total.loads.pop(gateway, None)
+        total = self._sums.get(name)
+        if total is None:
+            total = self._sums[name] = _Sum()
+        before = known.models.get(name, _IDLE)
+        if load is not None and load.in_use:
+            total.change(before, load)
+            known.models[name] = total.loads[gateway] = load
+            return
+        total.change(before, _IDLE)
+        known.models.pop(name, None)
+        total.loads.pop(gateway, None)
         if not total.loads:
             del self._sums[name]
 
@@ -204,6 +211,11 @@ class LoadReports:
             prompt_tokens=total.prompt_tokens,
         )
 
+    def waits(self, model: ModelName) -> bool:
+        """Whether requests wait for an instance, or for their first token."""
+        total = self._sums.get(model, _NOTHING)
+        return bool(total.queued_requests or total.prompt_tokens)
+
     def waiting_since_ns(self, model: ModelName, now: Moment) -> int:
         """When the oldest request that waits began to wait, by this planner's wall clock, whatever
         the gateways' clocks show. 0: none waits."""
@@ -252,11 +264,7 @@ class LoadReports:
                 assert load.model == name
                 total = sums.setdefault(name, _Sum())
                 total.loads[gateway] = load
-                total.change(_idle(name), load)
+                total.change(_IDLE, load)
         assert sums == self._sums
         for total in sums.values():
             assert all(total.on.values())
-
-
-def _idle(name: ModelName) -> ModelLoad:
-    return ModelLoad(model=name)

@@ -129,9 +129,9 @@ class ModelMachine:
         self._replicas.record = record
 
     def on_load(self) -> float:
-        """Returns when something follows from it."""
-        self._replicas.on_load()
-        return self._due()
+        """Returns when something follows from it, beside what is due anyway."""
+        earlier = self._replicas.on_load()
+        return self._due() if earlier or self.standing.count else NEVER
 
     def _due(self) -> float:
         """When something follows from what was just heard. At once if nodes leave: they may have

@@ -21,8 +21,9 @@ counted; the rest is room for a burst.
 """
 
 from bisect import bisect_left
-from dataclasses import dataclass
 from math import exp, inf, log, sqrt
+
+import msgspec
 
 TAIL = 10.0
 """One of this many requests may wait for longer."""
@@ -41,8 +42,7 @@ EASE = 0.8
 at once."""
 
 
-@dataclass(frozen=True, slots=True)
-class Objectives:
+class Objectives(msgspec.Struct, frozen=True, gc=False):
     ttft_s: float = 0.0
     """For the first token. 0: none."""
     tpot_s: float = 0.0
@@ -59,8 +59,7 @@ class Objectives:
 NO_OBJECTIVES = Objectives()
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+class Work(msgspec.Struct, frozen=True, gc=False):
     """A model's work, in seconds of one replica. 0: not known, and does not count."""
 
     waiting_s: float
@@ -93,8 +92,7 @@ class Work:
     """As `stay_s`, by those that run now, while few have ended."""
 
 
-@dataclass(frozen=True, slots=True)
-class Supply:
+class Supply(msgspec.Struct, frozen=True, gc=False):
     """What serves, in replicas."""
 
     now: float

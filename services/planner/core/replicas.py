@@ -7,7 +7,8 @@ again when a condition has held for as long as it must (`next_wake`).
 
 from collections import Counter
 from collections.abc import Collection
-from dataclasses import replace
+
+import msgspec
 
 from services.planner.core import events
 from services.planner.core.cut import lacking
@@ -97,9 +98,12 @@ class Replicas:
 
     def _there(self, without: Collection[NodeId] = ()) -> Counter[Part]:
         """The devices that have each part, or will, but for these nodes."""
-        members = self._fleet.members.values()
-        there = self._fleet.parts(m for m in members if not m.draining and m.node not in without)
-        return there + self.event.expected if self.event is not None else there
+        fleet = self._fleet
+        there = fleet.staying
+        if without:
+            members = fleet.members.values()
+            there = fleet.parts(m for m in members if not m.draining and m.node not in without)
+        return there + self.event.expected if self.event is not None and self.scaling else there
 
     @property
     def _full(self) -> bool:
@@ -108,13 +112,15 @@ class Replicas:
 
     # --- when ---
 
-    def on_load(self) -> None:
-        """The load has changed. If requests wait, the number of replicas is decided at once."""
-        demand = self._desk.cluster.loads.demand(self.record.name)
-        if demand.queued_requests or demand.prompt_tokens:
+    def on_load(self) -> bool:
+        """The load has changed. If requests wait, the number of replicas is decided at once.
+        Returns whether it is decided earlier than it would have been."""
+        before = self._decide_at
+        if self._desk.cluster.loads.waits(self.record.name):
             self.decide_soon()
         else:
             self._decide_by(self._decided_at + self._desk.settings.tick_s)
+        return self._decide_at < before
 
     def on_holdings(self) -> None:
         """A member holds more or less than before. In a large event that happens all the time."""
@@ -170,7 +176,10 @@ class Replicas:
         self.cutting.choose(scaling=self.scaling)
         fleet, outgoing = self._fleet, self._outgoing
         leaving = {info.node for info in outgoing}
-        have = fleet.count(fleet.parts(m for m in fleet.replicas if m.node not in leaving))
+        serving = fleet.serving
+        if leaving:
+            serving = fleet.parts(m for m in fleet.replicas if m.node not in leaving)
+        have = fleet.count(serving)
         coming = fleet.count(self._there(leaving)) - have
         wanted = self.sizing.wants
         decision = self.sizing.decide(
@@ -215,7 +224,7 @@ class Replicas:
 
     def _grow(self, decision: Decision, total: int, leaving: Collection[NodeId]) -> None:
         """`total`: how many replicas there are to be. `leaving`: nodes whose place others take."""
-        there, fleet = self._there(leaving), self._fleet
+        there, fleet = Counter(self._there(leaving)), self._fleet
         for node in self._standing.in_state(State.DRAINING):  # the cheapest capacity there is
             part = fleet.members[node].part or fleet.cut[0]
             leaves = self._desk.cluster.leaves(node)
@@ -251,7 +260,7 @@ class Replicas:
         replicas = max(decision.replicas, min(self.sizing.wants, there + outgoing))
         there_is = counted(outgoing, "replica is", "replicas are")
         cause = decision.cause or f"{there_is} on nodes that leave"
-        return replace(decision, replicas=replicas, cause=cause)
+        return msgspec.structs.replace(decision, replicas=replicas, cause=cause)
 
     def _hand_over(self, outgoing: list[NodeInfo], *, enough: bool) -> None:
         """Drains replicas on nodes that leave, once enough others serve. `leave_by_ns` is when such
@@ -366,7 +375,8 @@ class Replicas:
     def _shrink(self, decision: Decision) -> None:
         """Drains the emptiest replicas; among equals those that joined last. Of a group all devices
         go."""
-
+        if len(self._fleet.replicas) <= decision.replicas:
+            return
         stay: dict[Part | None, list[Member]] = {}
         for member in reversed(self._fleet.replicas):
             if not self._desk.cluster.leaves(member.node):

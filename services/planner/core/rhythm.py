@@ -81,6 +81,8 @@ class Rhythm:
         self._need = 0.0
         self._reached: dict[int, float] = {}
         """When in the slot the need reached each power of two first."""
+        self._found: dict[int, Expected | None] = {}
+        """What `expected` has answered in the current slot."""
 
     @property
     def history(self) -> History:
@@ -92,7 +94,7 @@ class Rhythm:
         slot, changed = int(wall_s // SLOT_S), False
         if slot != self._slot:
             changed = self._keep()
-            self._slot, self._need, self._reached = slot, 0.0, {}
+            self._slot, self._need, self._reached, self._found = slot, 0.0, {}, {}
         if self._since is None:
             self._since = slot // SLOTS
         passed = max(0.0, wall_s - self._at_s) if self._at_s is not None else 0.0
@@ -118,6 +120,11 @@ class Rhythm:
 
     def expected(self, slot: int) -> Expected | None:
         """What the history lets expect of a slot (counted from 1 January 1970)."""
+        if slot not in self._found:
+            self._found[slot] = self._look(slot)
+        return self._found[slot]
+
+    def _look(self, slot: int) -> Expected | None:
         day, since = slot // SLOTS, self._since if self._since is not None else slot
         daily = self._repeated(slot, 1)
         weekly = self._repeated(slot, WEEK)

@@ -15,7 +15,7 @@ replicas run all the sequences, and the others all the prefills.
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf, sqrt
 from statistics import median_high
 
@@ -49,8 +49,8 @@ def prefillers(work: Work, objectives: Objectives, replicas: int, now: int = 0) 
     known = work.steady and work.prefill_s and work.token_s and work.step_s and work.stay_so_far_s
     if not (objectives.tpot_s and known) or replicas < 2:
         return 0
-    work = replace(work, rate=work.steady, stay_s=work.stay_so_far_s)
-    more, kept = replace(work, rate=BACK * work.rate), now if now < replicas else 0
+    work = msgspec.structs.replace(work, rate=work.steady, stay_s=work.stay_so_far_s)
+    more, kept = msgspec.structs.replace(work, rate=BACK * work.rate), now if now < replicas else 0
     length = _length(work, replicas, kept)
     scores = [_apart(work, length, objectives, replicas, count) for count in range(1, replicas)]
     scores.insert(0, _together(work, length, objectives, replicas))
@@ -73,7 +73,7 @@ def _apart(work: Work, length: float, objectives: Objectives, replicas: int, cou
     prompt then takes a pass of its own."""
     if not _fit(work, replicas - count):
         return inf
-    alone = replace(work, prefill_s=work.prefill_s + work.step_s)
+    alone = msgspec.structs.replace(work, prefill_s=work.prefill_s + work.step_s)
     tokens = _token_s(work, length, 1.0, replicas - count) / (CLOSE * objectives.tpot_s)
     prompts = busy(alone, count) / MOST_BUSY
     if objectives.ttft_s and busy(alone, count) < FULL:

@@ -11,8 +11,9 @@ keep-alive time: scaling back up is cheap here (BlitzScale, section 5.4). `keepi
 its copy stays in memory.
 """
 
-from dataclasses import dataclass, replace
 from typing import Protocol
+
+import msgspec
 
 from services.planner.core.demand import (
     Demand,
@@ -48,8 +49,7 @@ MANY = 1_000_000
 """More replicas than anybody has nodes for."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scaler:
+class Scaler(msgspec.Struct, frozen=True, gc=False):
     """Since when the model has had too few replicas, and which ones are not needed."""
 
     short_since: float | None = None
@@ -58,8 +58,7 @@ class Scaler:
     idle: Idle = NOT_NEEDED
 
 
-@dataclass(frozen=True, slots=True)
-class Decision:
+class Decision(msgspec.Struct, frozen=True, gc=False):
     replicas: int
     """How many replicas there should be."""
     cause: str
@@ -94,13 +93,13 @@ def decide(
     cause = decision.cause
     if decision.replicas < min(have, in_memory):
         cause += f"; {_stay(in_memory)} in memory, the last for {keep(in_memory)}"
-    return scaler, replace(decision, in_memory=in_memory, cause=cause)
+    return scaler, msgspec.structs.replace(decision, in_memory=in_memory, cause=cause)
 
 
 def unbounded(demand: Demand, policy: Policy, most: int, *, have: int, coming: int) -> int:
     """How many replicas the work asks for, up to `most`, though the policy allows no more than
     there are nodes for. Where not even MANY keep the objectives, those that it allows."""
-    free = replace(policy, max_instances=most)
+    free = msgspec.structs.replace(policy, max_instances=most)
     want = _aim(demand, free, have=have, coming=coming).want
     return want if want < MANY else policy.max_instances
 
@@ -125,7 +124,7 @@ def _decide(
             if not aim.looks_ahead:
                 want = wanted(aim.load + _growth(scaler, aim.load, policy, now), policy)
             why = aim.why or _cause_up(demand, policy, have, coming, want)
-            scaler = replace(scaler, idle=idle.after(want, now, want))
+            scaler = msgspec.structs.replace(scaler, idle=idle.after(want, now, want))
             return scaler, Decision(want, why, since, enough=want)
         return scaler, Decision(total, "", now, answer_at, aim.keep)
     kept = have if coming else idle.kept(have, now, policy.keep_s)
@@ -135,7 +134,7 @@ def _decide(
         return Scaler(idle=idle), Decision(kept, cause, first, enough=aim.keep)
     ends = None if coming else idle.ends(kept, policy.keep_s)
     if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
-        return replace(scaler, idle=idle), Decision(total, "", now, enough=aim.keep)
+        return msgspec.structs.replace(scaler, idle=idle), Decision(total, "", now, enough=aim.keep)
     return Scaler(idle=idle), Decision(total, "", now, ends, aim.keep)
 
 
@@ -155,8 +154,7 @@ class Decide(Protocol):
     ) -> tuple[Scaler, Decision]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class _Aim:
+class _Aim(msgspec.Struct, frozen=True, gc=False):
     """What the work asks for."""
 
     load: float

@@ -1,7 +1,6 @@
 """Decides how many replicas one model needs, from what the cluster knows of its load (`scaling` has
 the rule)."""
 
-from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -83,13 +82,16 @@ class Sizing:
         supply = self._supply(record, coming, fleet, event)
         policy = self._policy(record, fleet, supply)
         self.most = policy.max_instances if policy.fixed is None else policy.fixed
-        demand = replace(demand, arrivals=self._arrivals(record, demand, policy, supply))
-        if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(demand, policy)):
+        demand = msgspec.structs.replace(
+            demand, arrivals=self._arrivals(record, demand, policy, supply)
+        )
+        work = work_of(demand, policy)
+        if self._rhythm.note(self._desk.now.wall_ns / 1e9, steady(work, policy)):
             archive = self._desk.archive
             history = msgspec.structs.replace(self._rhythm.history, gaps=self._gaps.counts)
             self._desk.do(*archive.remember(record.model_id, history, self._desk.cause))
-        self._set_batch(demand, policy)
-        self.prefill_share = self._prefill_share(record, work_of(demand, policy), policy, have)
+        self._set_batch(work, policy)
+        self.prefill_share = self._prefill_share(record, work, policy, have)
         policy = self._ahead(self._with_history(policy), supply.horizon_s)
         idle = self._scaler.idle
         self._scaler, decision = self._desk.settings.decide(
@@ -102,8 +104,8 @@ class Sizing:
         )
         self._learn(idle, policy)
         self.warm = max(self.warm, decision.in_memory - have)
-        filled = wanted(fulls(demand, policy), policy)
-        self.wants = filled if decision.enough is None else decision.enough
+        enough = decision.enough
+        self.wants = wanted(fulls(demand, policy), policy) if enough is None else enough
         idle = self._scaler.idle
         surplus = coming == 0 and have > idle.need
         self._surplus_since = idle.since[have - 1] if surplus else None
@@ -147,7 +149,7 @@ class Sizing:
     ) -> Arrivals:
         """Takes in what has arrived since the last decision."""
         at, asked = self._desk.at, self._desk.cluster.loads.asked(record.name)
-        work = work_of(replace(demand, arrivals=self._traffic.arrivals(at)), policy)
+        work = work_of(msgspec.structs.replace(demand, arrivals=self._traffic.arrivals(at)), policy)
         self._traffic.note(
             at,
             max(0, asked.requests - self._asked.requests),
@@ -166,10 +168,10 @@ class Sizing:
         count = self._roles.look(best, self._desk.at)
         return min(count, have - 1) / have if have > 1 else 0.0
 
-    def _set_batch(self, demand: Demand, policy: Policy) -> None:
+    def _set_batch(self, work: Work, policy: Policy) -> None:
         """Times as nodes measure them are never quite the same; the batch stays while it is about
         right."""
-        found = batch(work_of(demand, policy), policy.objectives)
+        found = batch(work, policy.objectives)
         if not policy.objectives.tpot_s or found >= policy.slots:
             self.batch = 0
         elif not found / ABOUT <= self.batch <= found * ABOUT:
@@ -216,7 +218,7 @@ class Sizing:
         if not self._desk.settings.anticipate:
             return policy
         asleep = partial(self._gaps.keep, price_s=policy.idle_s / HOST_SHARE)
-        return replace(policy, keep_asleep=asleep)
+        return msgspec.structs.replace(policy, keep_asleep=asleep)
 
     def _ahead(self, policy: Policy, horizon_s: float) -> Policy:
         """The policy with what the model's history lets expect."""
@@ -231,7 +233,7 @@ class Sizing:
             else ("on both of the last two days")
         )
         why = f"load that filled {expected.replicas} replicas came at this time {when}"
-        return replace(policy, min_instances=expected.replicas, floor_why=why)
+        return msgspec.structs.replace(policy, min_instances=expected.replicas, floor_why=why)
 
     def _kept(self, record: ModelRecord, horizon_s: float) -> tuple[int, int]:
         """The replicas that the model keeps even when idle, now and when what is asked for now is

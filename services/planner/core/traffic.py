@@ -12,6 +12,8 @@ from collections import deque
 from dataclasses import dataclass
 from math import exp, inf, sqrt
 
+import msgspec
+
 WINDOWS_S = (0.5, 2.0, 8.0)
 """How far back arrivals are counted. In the longest window all count; in the others as many as are
 hardly chance."""
@@ -27,8 +29,7 @@ MEMORY_S = 300.0
 """How far back prompts and stays count."""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(msgspec.Struct, frozen=True, gc=False):
     """What is expected of the next requests."""
 
     rate: float = 0.0
@@ -54,10 +55,45 @@ class _Count:
     requests: int
 
 
+class _Window:
+    """How many requests have arrived within the last `seconds`. Counts are added, and the window is
+    looked at, at times that never go back."""
+
+    __slots__ = ("_counts", "_requests", "seconds")
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._counts: deque[_Count] = deque()
+        """At most seconds / MERGE_S + 1 of them."""
+        self._requests = 0
+        """Of all counts."""
+
+    def add(self, count: _Count) -> None:
+        """Takes in a further count."""
+        self._counts.append(count)
+        self._requests += count.requests
+
+    def more(self, requests: int) -> None:
+        """The last count, which is not MERGE_S old, has become larger by so many requests."""
+        self._requests += requests
+
+    def at(self, now: float) -> int:
+        counts = self._counts
+        while counts and now - counts[0].at >= self.seconds:
+            self._requests -= counts.popleft().requests
+        return self._requests
+
+    @property
+    def first_at(self) -> float | None:
+        """When the oldest count began that it has; None: it has none."""
+        return self._counts[0].at if self._counts else None
+
+
 class Traffic:
     def __init__(self) -> None:
-        self._counts: deque[_Count] = deque()
-        """Arrivals of the longest window. At most WINDOWS_S[-1] / MERGE_S + 1 of them."""
+        *short, longest = (_Window(seconds) for seconds in WINDOWS_S)
+        self._short, self._longest = short, longest
+        self._last: _Count | None = None
         self._at: float | None = None
         self._inside = 0
         self._decoding = 0.0
@@ -81,12 +117,14 @@ class Traffic:
         self._count(now, asked)
 
     def _count(self, now: float, asked: int) -> None:
-        while self._counts and now - self._counts[0].at >= WINDOWS_S[-1]:
-            self._counts.popleft()
-        if self._counts and now - self._counts[-1].at < MERGE_S:
-            self._counts[-1].requests += asked
+        if self._last is not None and now - self._last.at < MERGE_S:
+            self._last.requests += asked
+            for window in (*self._short, self._longest):
+                window.more(asked)
         elif asked:
-            self._counts.append(_Count(now, asked))
+            self._last = _Count(now, asked)
+            for window in (*self._short, self._longest):
+                window.add(self._last)
 
     def arrivals(self, now: float) -> Arrivals:
         """What is known now."""
@@ -98,18 +136,14 @@ class Traffic:
         return Arrivals(self._rate(now), prompt, stay_s, steady, so_far_s)
 
     def _steady(self, now: float) -> float:
-        if not self._counts:
+        count, first = self._longest.at(now), self._longest.first_at
+        if first is None:
             return 0.0
-        passed = max(LEAST_S, min(WINDOWS_S[-1], now - self._counts[0].at))
-        return self._counted(now, WINDOWS_S[-1]) / passed
+        return count / max(LEAST_S, min(self._longest.seconds, now - first))
 
     def _rate(self, now: float) -> float:
-        *short, longest = WINDOWS_S
-        rates = [self._counted(now, longest) / longest]
-        for window in short:
-            count = self._counted(now, window)
-            rates.append((count - DOUBT * sqrt(count)) / window)
-        return max(0.0, *rates)
-
-    def _counted(self, now: float, window: float) -> int:
-        return sum(count.requests for count in self._counts if now - count.at < window)
+        rate = self._longest.at(now) / self._longest.seconds
+        for window in self._short:
+            if count := window.at(now):
+                rate = max(rate, (count - DOUBT * sqrt(count)) / window.seconds)
+        return rate

@@ -1,9 +1,8 @@
 """Objectives: the least replicas that keep them, more where more waits, none for nothing."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.planner.core.objectives import (
     FULL,

@@ -1,9 +1,8 @@
 """Who prefills and who decodes."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.planner.core.objectives import Objectives, Work
 from services.planner.core.roles import FIRST_S, HOLD_S, Choice, assign_roles, prefillers

@@ -2,12 +2,12 @@
 
 import itertools
 import math
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from services.planner.core.demand import Demand, Policy, fulls, wanted
 from services.planner.core.keeping import Idle, Keep

@@ -102,4 +102,21 @@ def test_never_negative_never_more_than_came_and_bounded(
         assert 0 <= found.rate <= total / WINDOWS_S[0]
         assert 0 <= found.prompt_tokens <= 10.0 + 1e-6
         assert found.stay_s >= 0
-    assert len(traffic._counts) <= WINDOWS_S[-1] / MERGE_S + 2
+    assert len(traffic._longest._counts) <= WINDOWS_S[-1] / MERGE_S + 2
+
+
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 3), st.booleans()), max_size=100))
+def test_windows_have_what_came_in_them(said: list[tuple[float, int, bool]]) -> None:
+    """Counted anew each time, from all arrivals: those of MERGE_S count as the first of them."""
+    traffic, now, came = Traffic(), 0.0, list[tuple[float, int]]()
+    for passed, asked, looks in said:
+        now += passed
+        if came and now - came[-1][0] < MERGE_S:
+            came[-1] = came[-1][0], came[-1][1] + asked
+        elif asked:
+            came.append((now, asked))
+        traffic.note(now, asked, 0, inside=0, running=0, busy=0.0)
+        if looks:
+            counts = [sum(n for at, n in came if now - at < window) for window in WINDOWS_S]
+            rates = [(n - n**0.5) / window for n, window in zip(counts, WINDOWS_S, strict=True)]
+            assert traffic.arrivals(now).rate == max(*rates[:-1], counts[-1] / WINDOWS_S[-1])

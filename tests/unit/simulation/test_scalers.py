@@ -1,8 +1,7 @@
 """Scalers and gateways of other systems."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from services.gateway.core.routes import PROMPTS_AHEAD
 from services.gateway.core.table import Table
