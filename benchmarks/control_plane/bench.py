@@ -36,6 +36,8 @@ START_LIMIT_S = 60.0
 EVENT_LIMIT_S = 60.0
 SETTLE_S = 3.0
 """Virtual seconds between the start and the first measurement, and after the event."""
+TASKS = 12
+"""How many tasks are named."""
 GARBAGE = 500_000
 """Objects made between two looks for cycles, in a process that plays a thousand others."""
 
@@ -108,17 +110,26 @@ class Bench:
         began = now()
         event_s = await self._spread(bus)
         await asyncio.sleep(SETTLE_S)
-        event = self._beside(steady, window_s, self._since(before), now() - began)
+        all_, took_s, sets = self._since(before), now() - began, self._set_bytes() - sets
+        before = self._spent()
+        await asyncio.sleep(window_s)
+        after = self._since(before)
+        self._tell(f"after {window_s:.1f} s", after)
+        windows = {role: steady[role].and_(after[role]) for role in ROLES}
+        times = took_s / (2 * window_s)
+        event = {role: all_[role].since(windows[role], times) for role in ROLES}
         self._tell(f"event {event_s:.1f} s", event)
+        self._tell_of_tasks(steady[PLANNER], event[PLANNER], window_s)
         return Row(
             nodes=scene.nodes,
             start_s=start_s,
             start=start,
             steady_s=window_s,
             steady=steady,
+            after=after,
             event_s=event_s,
             event=event,
-            event_set_bytes=self._set_bytes() - sets,
+            event_set_bytes=sets,
             route_us=route_us(scene),
         )
 
@@ -191,7 +202,7 @@ class Bench:
                 nbytes[name] += count
         return {
             role: Spent(
-                cpu_s=self._loop.cpu_s(role),
+                cpu=self._loop.cpu_s(role),
                 messages=self._broker.messages[role],
                 nbytes=nbytes[role],
             )
@@ -200,21 +211,6 @@ class Bench:
 
     def _since(self, before: dict[str, Spent]) -> dict[str, Spent]:
         return {role: spent.since(before[role]) for role, spent in self._spent().items()}
-
-    def _beside(
-        self, steady: dict[str, Spent], steady_s: float, all_: dict[str, Spent], took_s: float
-    ) -> dict[str, Spent]:
-        times = took_s / steady_s
-        return {
-            role: spent.since(
-                Spent(
-                    cpu_s=steady[role].cpu_s * times,
-                    messages=round(steady[role].messages * times),
-                    nbytes=round(steady[role].nbytes * times),
-                )
-            )
-            for role, spent in all_.items()
-        }
 
     def _set_bytes(self) -> int:
         return self._broker.nbytes[GATEWAY, subjects.INSTANCES]
@@ -225,3 +221,9 @@ class Bench:
             for role, each in spent.items()
         ]
         self._say(f"  {what}: {'; '.join(texts)}; sets {self._set_bytes() / 1e6:.2f} MB")
+
+    def _tell_of_tasks(self, steady: Spent, event: Spent, window_s: float) -> None:
+        """Says what the planner spends its time on."""
+        for what in sorted(event.cpu, key=event.cpu.__getitem__, reverse=True)[:TASKS]:
+            cores = steady.cpu.get(what, 0.0) / window_s
+            self._say(f"    {what:<32} event {event.cpu[what]:6.3f} s cpu, steady {cores:.4f} core")

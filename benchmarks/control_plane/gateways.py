@@ -15,12 +15,15 @@ from shared.messages.load import WHOLE_S, ModelLoad
 
 PROMPT_TOKENS = 512
 TOKENS_PER_S = 25
+FIRST_S = 0.15
+"""How long a request waits for its first token."""
 
 
 @dataclass(slots=True)
 class Asked:
     model: ModelName
     instance: InstanceId
+    at: float
     ends_at: float
 
 
@@ -44,7 +47,7 @@ class Gateway:
         while len(self.running) < self.requests:
             model, instance = self.draw.choice(self.instances)
             ends_at = now + self.draw.expovariate(1 / self.scene.stay_s)
-            self.running.append(Asked(model, instance, ends_at))
+            self.running.append(Asked(model, instance, now, ends_at))
             self.asked[model] += 1
         by_model: dict[ModelName, list[Asked]] = {ModelName(n): [] for n in self.scene.names}
         for each in self.running:
@@ -52,10 +55,13 @@ class Gateway:
         return [self._model(name, running, now) for name, running in by_model.items()]
 
     def _model(self, name: ModelName, running: list[Asked], now: float) -> ModelLoad:
+        first = [each.at for each in running if now < each.at + FIRST_S]
         return ModelLoad(
             model=name,
             running_requests=len(running),
             running_tokens=int(sum(each.ends_at - now for each in running) * TOKENS_PER_S),
+            prompt_tokens=len(first) * PROMPT_TOKENS,
+            waiting_since_ns=round(min(first, default=0.0) * 1e9),
             asked_requests=self.asked[name],
             asked_tokens=self.asked[name] * PROMPT_TOKENS,
             instance_requests=Counter(each.instance for each in running),

@@ -28,17 +28,28 @@ class Settings:
 class Spent(msgspec.Struct, frozen=True, kw_only=True):
     """What a service had in some time."""
 
-    cpu_s: float
+    cpu: dict[str, float]
+    """Processor seconds, by what they were spent on: the name of a task."""
     messages: int
     """Messages that it received."""
     nbytes: int
 
-    def since(self, before: "Spent") -> "Spent":
+    @property
+    def cpu_s(self) -> float:
+        return sum(self.cpu.values())
+
+    def since(self, before: "Spent", times: float = 1.0) -> "Spent":
+        """What it had without `times` what it had before."""
+        cpu = {what: s - times * before.cpu.get(what, 0.0) for what, s in self.cpu.items()}
+        cpu |= {what: -times * s for what, s in before.cpu.items() if what not in cpu}
         return Spent(
-            cpu_s=self.cpu_s - before.cpu_s,
-            messages=self.messages - before.messages,
-            nbytes=self.nbytes - before.nbytes,
+            cpu=cpu,
+            messages=round(self.messages - times * before.messages),
+            nbytes=round(self.nbytes - times * before.nbytes),
         )
+
+    def and_(self, other: "Spent") -> "Spent":
+        return self.since(other, -1.0)
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +61,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     start: dict[str, Spent]
     steady_s: float
     steady: dict[str, Spent]
+    after: dict[str, Spent]
+    """The same for as long once the event is over."""
     event_s: float
     """Virtual seconds until one node's model was on all of them."""
     event: dict[str, Spent]
-    """What it took beside the steady load."""
+    """What it took beside the steady load, which is taken to be the mean of what it was before and
+    after it. Whatever slows the machine down for a moment is in one of them and not in the
+    others."""
     event_set_bytes: int
     """Instance sets to each gateway."""
     route_us: float
