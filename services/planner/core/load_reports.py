@@ -211,10 +211,10 @@ class LoadReports:
             prompt_tokens=total.prompt_tokens,
         )
 
-    def waits(self, model: ModelName) -> bool:
-        """Whether requests wait for an instance, or for their first token."""
+    def waiting(self, model: ModelName) -> tuple[int, int]:
+        """How many requests wait for an instance, and prompt tokens for their prefill."""
         total = self._sums.get(model, _NOTHING)
-        return bool(total.queued_requests or total.prompt_tokens)
+        return total.queued_requests, total.prompt_tokens
 
     def waiting_since_ns(self, model: ModelName, now: Moment) -> int:
         """When the oldest request that waits began to wait, by this planner's wall clock, whatever

@@ -35,6 +35,8 @@ from shared.messages.scaling import EventState
 from shared.parts import Part
 from shared.wording import counted
 
+HURRY_S = 0.005
+"""The least seconds between two decisions because ever more waits, as many gateways say in turn."""
 RETRY_S = 1.0
 """Seconds between a failed event and the next one. It doubles with each further failure."""
 RETRY_MAX_S = 30.0
@@ -76,6 +78,10 @@ class Replicas:
         self._decided_at = float("-inf")
         self._decide_at = float("-inf")
         """When the number of replicas is next decided."""
+        self._waited = (0, 0)
+        """What waited at the last decision (`LoadReports.waiting`)."""
+        self._hurried_at = float("-inf")
+        """The time of the last decision at which more waited than before."""
         self._ended = False
         """Whether the end of the event has been taken in."""
 
@@ -113,14 +119,21 @@ class Replicas:
     # --- when ---
 
     def on_load(self) -> bool:
-        """The load has changed. If requests wait, the number of replicas is decided at once.
-        Returns whether it is decided earlier than it would have been."""
+        """The load has changed. If more waits than at the last decision, the number of replicas is
+        decided at once. That some requests wait for their first token is so at any time. Returns
+        whether it is decided earlier than it would have been."""
         before = self._decide_at
-        if self._desk.cluster.loads.waits(self.record.name):
-            self.decide_soon()
+        if self._more_waits:
+            self._decide_by(max(self._desk.at, self._hurried_at + HURRY_S))
         else:
             self._decide_by(self._decided_at + self._desk.settings.tick_s)
         return self._decide_at < before
+
+    @property
+    def _more_waits(self) -> bool:
+        """Whether more waits than at the last decision."""
+        queued, prompts = self._desk.cluster.loads.waiting(self.record.name)
+        return queued > self._waited[0] or prompts > self._waited[1]
 
     def on_holdings(self) -> None:
         """A member holds more or less than before. In a large event that happens all the time."""
@@ -173,6 +186,9 @@ class Replicas:
         if self._desk.cluster.loads.blind(at):
             self._decide_by(at + config.tick_s)
             return
+        if self._more_waits:
+            self._hurried_at = at
+        self._waited = self._desk.cluster.loads.waiting(self.record.name)
         self.cutting.choose(scaling=self.scaling)
         fleet, outgoing = self._fleet, self._outgoing
         leaving = {info.node for info in outgoing}

@@ -14,6 +14,7 @@ from services.planner.core.machines import BROKEN_S
 from services.planner.core.model import ModelMachine
 from services.planner.core.orders import WAVE_S, report_s
 from services.planner.core.planner import LOST_S
+from services.planner.core.replicas import HURRY_S
 from services.planner.core.standing import AVOID_S
 from services.planner.core.stimuli import Asked, Failed, Replied
 from shared.errors import BusTimeout, Conflict, LambdaScaleError
@@ -542,6 +543,7 @@ def test_the_event_of_a_machine_that_raises_has_failed(
 ) -> None:
     monkeypatch.undo()
     two.load(queued=20, name="one")
+    two.wait(HURRY_S)
     monkeypatch.setattr(ModelMachine, "settle", lambda self: 1 / 0)
     two.load(queued=21, name="one")
     assert two.events[-1].state is EventState.FAILED

@@ -5,6 +5,7 @@ import pytest
 from services.planner.core import commands
 from services.planner.core.commands import Span
 from services.planner.core.growing import GROW_AGAIN_S
+from services.planner.core.replicas import HURRY_S
 from services.planner.core.stimuli import Asked
 from shared.errors import CapacityExceeded, Conflict, LambdaScaleError, PeerLost, PlanError
 from shared.ids import Generation, NodeId
@@ -112,6 +113,7 @@ def test_an_event_grows_again() -> None:
     driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("c"),)))
     driver.think()
     driver.answer(driver.asked(commands.SendPlan), Ok())
+    driver.wait(HURRY_S)
     (plan,) = grow(driver, "d")
     assert plan.message.node == "d"
     assert [growth.nodes for growth in driver.event.growths] == [("c",), ("d",)]
