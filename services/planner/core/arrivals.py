@@ -1,14 +1,14 @@
 """What a node says of blocks that have come to it, block by block or of several at once."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 from shared.ids import EventId, Generation, ModelId, NodeId
 from shared.messages.scaling import BlockArrived, BlocksArrived, Landing
 
 
-@dataclass(frozen=True, slots=True)
-class Arrivals:
+class Arrivals(msgspec.Struct, frozen=True, gc=False):
     """One report of one node."""
 
     event: EventId

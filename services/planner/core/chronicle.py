@@ -79,25 +79,29 @@ class Chronicle:
         """An empty one if nothing is known."""
         return self._trails.get(event) or Trail()
 
-    def on_block(self, event: EventId, node: NodeId, landing: Landing) -> None:
+    def on_blocks(self, event: EventId, node: NodeId, landings: Iterable[Landing]) -> None:
         trail = self._trails.get(event)
-        if trail is None or not self._has_room(event):
-            if trail is not None:
-                trail.forgotten += 1
+        if trail is None:
             return
-        self._kept += 1
-        trail.arrivals.append(
-            Arrival(
-                self._names.setdefault(node, node),
-                landing.block,
-                self._names.setdefault(landing.source, landing.source),
-                landing.transport,
-                landing.started_ns,
-                landing.first_byte_ns,
-                landing.finished_ns,
-                landing.ready_ns,
+        names = self._names
+        node = names.setdefault(node, node)
+        for landing in landings:
+            if not self._has_room(event):
+                trail.forgotten += 1
+                continue
+            self._kept += 1
+            trail.arrivals.append(
+                Arrival(
+                    node,
+                    landing.block,
+                    names.setdefault(landing.source, landing.source),
+                    landing.transport,
+                    landing.started_ns,
+                    landing.first_byte_ns,
+                    landing.finished_ns,
+                    landing.ready_ns,
+                )
             )
-        )
 
     def _has_room(self, event: EventId) -> bool:
         """Whether one more arrival of this event is kept. Those of older events make room."""

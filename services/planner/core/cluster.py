@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from math import inf
 from statistics import median_low
 
+import msgspec
+
 from services.planner.core.arrivals import Arrivals
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
@@ -57,8 +59,7 @@ class _Said:
     """The models in its device memory. Replaced, never changed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Change:
+class Change(msgspec.Struct, frozen=True):
     """What a report changed."""
 
     more_room: bool = False
@@ -68,7 +69,7 @@ class Change:
     changed: frozenset[ModelId] = frozenset()
     """Those of them that its device memory holds more or less of than before; all of them if what
     it measured has changed."""
-    gained: Mapping[ModelId, Blocks] = field(default_factory=dict)
+    gained: Mapping[ModelId, Blocks] = {}
     """Blocks that are in its device memory now and were not."""
     missed: bool = False
     """Whether it builds on reports that did not come, so that it was not taken in."""
@@ -201,21 +202,20 @@ class Cluster:
             said = self._sort(status, now)
         after = said.on_device
         self.measured.on_kv(status.node, status.kv_shares)
-        models = frozenset(was.keys() | after.keys())
-        changed = models
+        more_room = known is None or status.arena_free > known.arena_free
         if again and known is not None and status.profile == known.profile:
+            if after is was:  # nearly always
+                return Change(more_room, frozenset(after))
+            models = frozenset(was.keys() | after.keys())
             changed = frozenset(m for m in models if was.get(m) != after.get(m))
+        else:
+            changed = models = frozenset(was.keys() | after.keys())
         gained = {
             model: new
             for model, blocks in (after.items() if after is not before else ())
             if (new := blocks - before.get(model, frozenset()))
         }
-        return Change(
-            more_room=known is None or status.arena_free > known.arena_free,
-            models=models,
-            changed=changed,
-            gained=gained,
-        )
+        return Change(more_room, models, changed, gained)
 
     def _sort(self, status: NodeStatus, now: float) -> _Said:
         """Takes in what a node says for the first time, or under a new generation."""
@@ -234,6 +234,8 @@ class Cluster:
         said.status, said.at = status, now
         changed = {model for model, _ in said.arrived}
         new = _by_model(status.holdings)
+        if status.since and not (new or status.dropped or changed):
+            return
         for model in named_by(status) if status.since else said.holdings.keys() | new.keys():
             if said.holdings.get(model, ()) != (holdings := new.get(model, ())):
                 _put(said, model, holdings)

@@ -254,16 +254,25 @@ class EventMachine(Growing):
         elif self.phase is Phase.LOADING and at >= self._trust.look_at:
             self._look_for_slow_nodes()
 
-    def on_blocks(self, node: NodeId, blocks: Sequence[Landing], since_s: Sequence[float]) -> None:
+    def on_blocks(
+        self,
+        node: NodeId,
+        blocks: Sequence[Landing],
+        since_s: Sequence[float],
+        gained: Collection[int],
+    ) -> None:
         """A target says that it has blocks, and for how long it has had each. Its report may have
-        said so already."""
+        said so already, of all but those that are `gained`."""
         if node not in self.targets:
             return
-        moved = 0
+        moved, at, land, counted = 0, self._desk.at, self._trust.land, self._counted
+        if gained and not self.over:
+            self._news_at, self._stalls = at, 0
         for each, ago_s in zip(blocks, since_s, strict=True):
-            self._trust.land(node, each.block, self._desk.at - ago_s)
-            if (node, each.block) not in self._counted:
-                self._counted.add((node, each.block))
+            key = node, each.block
+            land(key, at - ago_s)
+            if key not in counted:
+                counted.add(key)
                 moved += each.nbytes if each.source != node else 0
         self._noted(events.arrived(self.record, blocks, moved))
 
@@ -278,7 +287,7 @@ class EventMachine(Growing):
         for block in gained:
             if block not in held:
                 continue
-            self._trust.land(node, block, self._desk.at, vague=True)
+            self._trust.land((node, block), self._desk.at, vague=True)
             self._news_at, self._stalls = self._desk.at, 0
             if (node, block) not in self._counted:
                 loaded = block in self._promoting.get(node, ())

@@ -90,15 +90,14 @@ class Pace:
         self._began, self._landed = now, {}
         self._vague.clear()
 
-    def land(self, node: NodeId, block: int, at: float, *, vague: bool = False) -> None:
-        """A block is there since `at`; `vague`: or for longer."""
-        key = node, block
+    def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
+        """A block is there (node, block) since `at`; `vague`: or for longer."""
         known = self._landed.get(key)
         if known is None or at < known:
             self._landed[key] = at
             if vague:
                 self._vague.add(key)
-        if not vague:
+        if not vague and self._vague:
             self._vague.discard(key)
 
     def look(

@@ -109,7 +109,7 @@ class Machines:
             return
         if due <= self._desk.at:
             self.tell(model, lambda _: None)
-        else:
+        elif due < NEVER:
             self._alarms.bring_forward(id_, due)
 
     def tell_all(self, act: Callable[[ModelMachine], None]) -> None:

@@ -84,9 +84,11 @@ class ModelMachine:
 
     # --- what happens to it ---
 
-    def on_holdings(self, node: NodeId, gained: Collection[int], at_ns: int = 0) -> None:
+    def on_holdings(
+        self, node: NodeId, gained: Collection[int], at_ns: int = 0, *, told: bool = False
+    ) -> None:
         """What a node holds of the model may have changed. `gained` is new since `at_ns` (0:
-        now)."""
+        now). `told`: the event knows when these blocks came."""
         if self.standing.count:
             self._note_released(node)
             if self.standing.leaving(node):
@@ -97,7 +99,8 @@ class ModelMachine:
             lost = not member.held <= held
             self.fleet.look(member, held)
             if self.event is not None:
-                self.event.on_holdings(node, held, gained, at_ns or self._desk.now.wall_ns)
+                new = () if told and held.issuperset(gained) else gained
+                self.event.on_holdings(node, held, new, at_ns or self._desk.now.wall_ns)
             if lost and not self._loads(node):
                 self._log("warning", "a member lost blocks", node=node)
                 self._releases.leave(node)
@@ -117,11 +120,13 @@ class ModelMachine:
     def on_blocks(self, arrivals: Arrivals, gained: Collection[int]) -> float:
         """`gained`: those blocks of which nobody has said yet that they are there. Returns when
         something follows from it."""
-        node, blocks = arrivals.node, arrivals.blocks
-        if self.event is not None and self.event.record.id == arrivals.event:
-            self.event.on_blocks(node, blocks, arrivals.since_s)
+        node, blocks, event = arrivals.node, arrivals.blocks, self.event
+        told = event is not None and event.record.id == arrivals.event
+        if event is not None and told:
+            event.on_blocks(node, blocks, arrivals.since_s, gained)
         if gained:
-            self.on_holdings(node, gained, max(each.finished_ns for each in blocks))
+            ended_ns = max([each.finished_ns for each in blocks])
+            self.on_holdings(node, gained, ended_ns, told=told)
         return self._due()
 
     def on_settings(self, record: ModelRecord) -> None:

@@ -310,8 +310,7 @@ class Planner:
         arrivals = arrivals_of(message)
         if not arrivals.blocks:
             return
-        for each in arrivals.blocks:
-            self._desk.chronicle.on_block(arrivals.event, arrivals.node, each)
+        self._desk.chronicle.on_blocks(arrivals.event, arrivals.node, arrivals.blocks)
         gained = self._cluster.on_arrived(arrivals, self._desk.at)
         if model := self._machines.by_id.get(arrivals.model):
             self._machines.mention(model, lambda model: model.on_blocks(arrivals, gained))

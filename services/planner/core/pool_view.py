@@ -155,8 +155,10 @@ class PoolView:
         change = self._cluster.on_status(status, self._desk.at)
         if change.missed:
             self._desk.do(commands.AskStatus(node=status.node, cause=self._desk.cause))
-        for id_ in sorted(change.models & self._machines.by_id.keys()):
-            model = self._machines.by_id[id_]
+        for id_ in sorted(change.models):
+            model = self._machines.by_id.get(id_)
+            if model is None:
+                continue
             if id_ in change.changed or status.node not in model.fleet.members:
                 gained = change.gained.get(id_, frozenset())
                 self._machines.mention(model, partial(_hear_holdings, status.node, gained))

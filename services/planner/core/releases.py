@@ -35,6 +35,8 @@ class Releases:
 
     @property
     def next_wake(self) -> float:
+        if self._standing.all_well:
+            return NEVER
         drains = (
             self._limit(node, each)
             for node in self._standing.in_state(State.DRAINING)

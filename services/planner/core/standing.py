@@ -107,6 +107,11 @@ class Standing:
         """The number of nodes that are on their way out."""
         return len(self._leaving)
 
+    @property
+    def all_well(self) -> bool:
+        """Whether no node is on its way out, or avoided."""
+        return not (self._leaving or self._avoid)
+
     def due(self, now: float) -> list[NodeId]:
         """Nodes that have to be asked again to release the model."""
         return [node for node, each in self._leaving.items() if each.retry_at <= now]

@@ -115,6 +115,8 @@ Stimulus = Heard | Answer | Asked | Wake
 def cause_of(stimulus: Stimulus) -> str:
     """The id of what happened, as commands and stories name it."""
     match stimulus:
+        case NodeStatus() | GatewayLoad():  # most of all
+            return stimulus.origin
         case BlockArrived() | BlocksArrived() | PullFailed() | FirstPartialToken():
             return stimulus.event
         case Wake():

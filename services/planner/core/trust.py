@@ -27,9 +27,9 @@ class Trust:
         """Starts a revision, when it is sent to the nodes."""
         self._pace.begin(now)
 
-    def land(self, node: NodeId, block: int, at: float, *, vague: bool = False) -> None:
+    def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
         """See Pace."""
-        self._pace.land(node, block, at, vague=vague)
+        self._pace.land(key, at, vague=vague)
 
     @property
     def look_at(self) -> float:

@@ -29,7 +29,7 @@ def arrival(event: str, block: int, node: str = "node-1") -> BlockArrived:
 
 
 def hear(known: Chronicle, message: BlockArrived) -> None:
-    known.on_block(message.event, message.node, message)
+    known.on_blocks(message.event, message.node, [message])
 
 
 def counted(at_ns: int, *, queued: int = 0, wanted: int = 1) -> Count:

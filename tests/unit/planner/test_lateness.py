@@ -37,12 +37,12 @@ def test_a_sender_is_not_late_with_what_it_waits_for_itself() -> None:
     """From another node, or from its own disk."""
     pace = Pace()
     pace.begin(10.0)
-    pace.land(B, 0, 10.1)
+    pace.land((B, 0), 10.1)
     loading: dict[NodeId, set[int]] = {B: {0}, C: set()}
     one = [Transfer(1, B, C, 1)]
     assert pace.look(one, loading, 20.0, lambda _: 0.2) == {}
     loading[B].add(1)
-    pace.land(B, 1, 20.0)
+    pace.land((B, 1), 20.0)
     assert pace.look(one, loading, 20.1, lambda _: 0.2) == {}
     assert [*pace.look(one, loading, 21.0, lambda _: 0.2)] == [B]
 
@@ -61,13 +61,13 @@ def test_what_nodes_have_not_said_yet_may_be_there() -> None:
     pace.begin(10.0)
     assert pace.look(one, held, 11.4, lambda _: 0.2, untold_s=1.0) == {}
     held[B].add(0)
-    pace.land(B, 0, 11.5, vague=True)
+    pace.land((B, 0), 11.5, vague=True)
     assert pace.look(one, held, 11.6, lambda _: 0.2, untold_s=1.0) == {}
-    pace.land(B, 0, 10.2)
+    pace.land((B, 0), 10.2)
     assert pace.look(one, held, 99.0, lambda _: 0.2, untold_s=1.0) == {}
     pace.begin(10.0)
-    pace.land(B, 0, 11.0, vague=True)
-    pace.land(B, 0, 11.0)
+    pace.land((B, 0), 11.0, vague=True)
+    pace.land((B, 0), 11.0)
     assert [*pace.look(one, held, 11.6, lambda _: 0.2, untold_s=1.0)] == [A]
     pace = Pace()
     pace.begin(10.0)
@@ -92,7 +92,7 @@ def test_a_receiver_that_is_late_from_two_senders_is_the_slow_one() -> None:
     held: dict[NodeId, set[int]] = {C: set()}
     assert [*pace.look(both, held, 11.0, lambda _: 0.2)] == [A]
     held[C].add(0)
-    pace.land(C, 0, 11.0)
+    pace.land((C, 0), 11.0)
     assert [*pace.look(both, held, 12.0, lambda _: 0.2)] == [C]
     third = [Transfer(3, D, C, 2)]
     pace.begin(12.0)
@@ -102,7 +102,7 @@ def test_a_receiver_that_is_late_from_two_senders_is_the_slow_one() -> None:
 def test_a_new_revision_begins_anew_and_forgets_what_came_before() -> None:
     pace = Pace()
     pace.begin(10.0)
-    pace.land(B, 0, 10.1)
+    pace.land((B, 0), 10.1)
     pace.begin(20.0)
     held: dict[NodeId, set[int]] = {B: {0}, C: set()}
     assert pace.look(CHAIN, held, 20.5, lambda _: 0.2) == {}
