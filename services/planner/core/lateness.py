@@ -43,10 +43,13 @@ def late_transfers(
     expected_s: Callable[[Transfer], float],
     untold_s: float = 0.0,
     vague: AbstractSet[tuple[NodeId, int]] = frozenset(),
+    held: Mapping[NodeId, AbstractSet[int]] | None = None,
 ) -> Iterator[Late]:
     """A plan's late transfers, in order of steps. `began`: when the plan was sent. `untold_s`: for
     how long a node may have a block before it says when it came. `vague`: blocks that it has, but
-    has not said that of.
+    has not said that of. `held`: what each target holds. Transfers of blocks that targets held when
+    the plan began are left out, and those whose senders do not have the block yet. None: all
+    transfers count.
 
     A transfer is considered once its sender has the block. A transfer that waits for another at
     either end is not late; only the other may be.
@@ -56,13 +59,18 @@ def late_transfers(
     waiting = float("inf")
     for transfer in transfers:
         src, dst, block = transfer.src, transfer.dst, transfer.block
+        over = arrived.get((dst, block))
+        if held is not None:
+            if dst not in held or (over is None and block in held[dst]):
+                continue
+            if src in held and block not in held[src]:
+                continue
         due = max(
             began,
             arrived.get((src, block), began),
             out_free.get(src, began),
             in_free.get(dst, began),
         )
-        over = arrived.get((dst, block))
         out_free[src] = in_free[dst] = waiting if over is None else over
         took = (now if over is None else over) - due
         if over is None or (dst, block) in vague:
@@ -114,22 +122,16 @@ class Pace:
         `held`: what each target holds. A transfer that waits for its block is not late; only the
         transfer of that block may be. `untold_s`: see `late_transfers`.
         """
-        watched = [
-            t
-            for t in transfers
-            if t.dst in held
-            and ((t.dst, t.block) in self._landed or t.block not in held[t.dst])
-            and (t.src not in held or t.block in held[t.src])
-        ]
         found: dict[NodeId, Late] = {}
         for late in late_transfers(
-            watched,
+            transfers,
             self._landed,
             began=self._began,
             now=now,
             expected_s=expected_s,
             untold_s=untold_s,
             vague=self._vague,
+            held=held,
         ):
             src, dst = late.transfer.src, late.transfer.dst
             sources = self._sources.setdefault(dst, set())

@@ -133,10 +133,15 @@ class ModelMachine:
         """Takes in that the operator has changed the model's settings. Its weights are the same."""
         self._replicas.record = record
 
+    def minds_load(self) -> bool:
+        """Whether something follows from a change of its load, beside what is due anyway. Mostly it
+        is decided soon enough."""
+        return self._replicas.minds_load() or not self.standing.all_well
+
     def on_load(self) -> float:
-        """Returns when something follows from it, beside what is due anyway."""
-        earlier = self._replicas.on_load()
-        return self._due() if earlier or self.standing.count else NEVER
+        """Returns when something follows from it."""
+        self._replicas.on_load()
+        return self._due()
 
     def _due(self) -> float:
         """When something follows from what was just heard. At once if nodes leave: they may have

@@ -303,7 +303,8 @@ class Planner:
 
     def _on_load(self, load: GatewayLoad) -> None:
         for name in sorted(self._cluster.loads.on_load(load, self._desk.at)):
-            if model := self._machines.named.get(name):
+            model = self._machines.named.get(name)
+            if model is not None and model.minds_load():
                 self._machines.mention(model, ModelMachine.on_load)
 
     def _on_blocks(self, message: BlockArrived | BlocksArrived) -> None:

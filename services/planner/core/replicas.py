@@ -118,18 +118,20 @@ class Replicas:
 
     # --- when ---
 
-    def on_load(self) -> bool:
+    def on_load(self) -> None:
         """The load has changed. If more waits than at the last decision, the number of replicas is
-        decided at once. That some requests wait for their first token is so at any time. Returns
-        whether it is decided earlier than it would have been."""
-        before = self._decide_at
-        if self._more_waits:
-            self._decide_by(max(self._desk.at, self._hurried_at + HURRY_S))
-        else:
-            self._decide_by(self._decided_at + self._desk.settings.tick_s)
-        return self._decide_at < before
+        decided at once. That some requests wait for their first token is so at any time."""
+        self._decide_by(self._decide_for_load_at())
 
-    @property
+    def minds_load(self) -> bool:
+        """Whether a change of the load brings the next decision forward."""
+        return self._decide_for_load_at() < self._decide_at
+
+    def _decide_for_load_at(self) -> float:
+        if self._more_waits():
+            return max(self._desk.now.at, self._hurried_at + HURRY_S)
+        return self._decided_at + self._desk.settings.tick_s
+
     def _more_waits(self) -> bool:
         """Whether more waits than at the last decision."""
         queued, prompts = self._desk.cluster.loads.waiting(self.record.name)
@@ -186,7 +188,7 @@ class Replicas:
         if self._desk.cluster.loads.blind(at):
             self._decide_by(at + config.tick_s)
             return
-        if self._more_waits:
+        if self._more_waits():
             self._hurried_at = at
         self._waited = self._desk.cluster.loads.waiting(self.record.name)
         self.cutting.choose(scaling=self.scaling)

@@ -8,8 +8,9 @@ from shared.ids import NodeId
 from shared.messages.scaling import PullFailed, Transfer
 
 LOOK_S = 0.5
-LOOK_PER_TRANSFER_S = 2e-5
-"""What each transfer of the plan adds to LOOK_S: a look takes about a microsecond for each."""
+LOOK_PER_TRANSFER_S = 5e-5
+"""What each transfer of the plan adds to LOOK_S: a look takes about a microsecond for each, and 2 %
+of the planner's time in a large event is enough."""
 MAX_FAILURES = 4
 """A target that fails with senders that are well, in more revisions than this, is itself at
 fault."""
