@@ -211,6 +211,11 @@ class LoadReports:
             prompt_tokens=total.prompt_tokens,
         )
 
+    @property
+    def busy(self) -> int:
+        """How many models have any load."""
+        return len(self._sums)
+
     def waiting(self, model: ModelName) -> tuple[int, int]:
         """How many requests wait for an instance, and prompt tokens for their prefill."""
         total = self._sums.get(model, _NOTHING)

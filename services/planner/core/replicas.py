@@ -37,6 +37,9 @@ from shared.wording import counted
 
 HURRY_S = 0.005
 """The least seconds between two decisions because ever more waits, as many gateways say in turn."""
+PER_MODEL_S, MOST_S = 0.002, 0.25
+"""While no more waits, a changed load is looked at after `planner.tick_s`, or this long for each
+model that has load, MOST_S at most: of a hundred models, each has another load all the time."""
 RETRY_S = 1.0
 """Seconds between a failed event and the next one. It doubles with each further failure."""
 RETRY_MAX_S = 30.0
@@ -130,7 +133,8 @@ class Replicas:
     def _decide_for_load_at(self) -> float:
         if self._more_waits():
             return max(self._desk.now.at, self._hurried_at + HURRY_S)
-        return self._decided_at + self._desk.settings.tick_s
+        share_s = min(PER_MODEL_S * self._desk.cluster.loads.busy, MOST_S)
+        return self._decided_at + max(self._desk.settings.tick_s, share_s)
 
     def _more_waits(self) -> bool:
         """Whether more waits than at the last decision."""

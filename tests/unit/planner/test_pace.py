@@ -80,3 +80,15 @@ def test_ever_more_requests_are_looked_at_together() -> None:
     assert min(gaps) > 0.9 * HURRY_S
     assert max(gaps) < 1.3 * HURRY_S, "each is looked at soon"
     assert times[-1] > begin + 8 * HURRY_S
+
+
+def test_the_more_models_have_load_the_more_seldom_each_is_looked_at() -> None:
+    driver, times = serving()
+    others = tuple(ModelLoad(model=ModelName(f"m{i}"), running_requests=1) for i in range(99))
+    for number in range(1, 100):
+        driver.wait(TICK_S / 10)
+        driver.feed(GatewayLoad(gateway=GatewayId("other"), models=others))
+        say(driver, 50, running=1 + number % 2)
+    assert 4 <= len(times) <= 6
+    say(driver, 51)
+    assert times[-1] == driver.at, "that more waits is looked at at once"
