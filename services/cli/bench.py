@@ -61,7 +61,8 @@ Measures what planner, registry and a gateway cost by the number of nodes: until
 under a steady load, and when one node's model spreads to all nodes. The services are the real ones,
 in virtual time, on a bus within the process. Nodes and the other gateways are simulated, and send
 what real ones send. Processor time is real, of one core of this machine; what NATS's client takes
-for each message is left out. Each disk has every model, and requests take 40 % of all slots.
+for each message is left out, and what Python's collector of cycles takes, which looks through all
+of them at once. Each disk has every model, and requests take 40 % of all slots.
 """
 
 
