@@ -134,7 +134,7 @@ class Cluster:
     def left_s(self, node: NodeId, wall_ns: int) -> float:
         """Seconds until the node ends in any case what it serves; infinite if there is no limit."""
         info = self.nodes.get(node)
-        if info is None or not info.leave_by_ns:
+        if info is None or not info.leave_by_ns or not info.duty.leaves:
             return float("inf")
         return (info.leave_by_ns - wall_ns) / 1e9
 

@@ -4,7 +4,7 @@ import msgspec
 
 from services.planner.core.cluster import LOAD_BYTES_PER_S, Cluster
 from shared.ids import Generation, InstanceId, ModelName, NodeId
-from shared.messages.pool import Holding, ModelProfile, Profile, Tier
+from shared.messages.pool import Duty, Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
 A = NodeId("a")
@@ -195,3 +195,11 @@ def test_a_model_comes_back_from_the_fastest_disk_that_has_it() -> None:
         assert found.load_s(model) == model.nbytes / rates[seq]
     found.on_gone(NodeId("b"), Generation(1), 0.0)
     assert found.load_s(model) == model.nbytes / 5.0
+
+
+def test_only_a_node_that_leaves_has_a_time_by_which_it_ends() -> None:
+    found = Cluster()
+    found.on_joined(msgspec.structs.replace(info("a"), leave_by_ns=-1))
+    assert found.left_s(A, 0) == float("inf")
+    found.on_joined(msgspec.structs.replace(info("a"), leave_by_ns=2 * 10**9, duty=Duty.DRAINING))
+    assert found.left_s(A, 10**9) == 1.0
