@@ -9,7 +9,7 @@ import pytest
 from services.node.moving import kv_images
 from services.node.moving.kv_images import KV_REGION, KvImages
 from shared.errors import NotFound, RegionUnknown
-from tests.support.transports import ARENA, KINDS, MIB, SILENCE_S, Cluster, End, clusters
+from tests.support.transports import KINDS, KV_ROOM, MIB, SILENCE_S, Cluster, End, clusters
 
 
 @pytest.fixture(params=KINDS)
@@ -82,8 +82,8 @@ class Node:
         return True
 
 
-async def two(cluster: Cluster, *, rate: int = 0) -> tuple[Node, Node]:
-    return Node(await cluster.start(rate=rate)), Node(await cluster.start())
+async def two(cluster: Cluster) -> tuple[Node, Node]:
+    return Node(await cluster.start()), Node(await cluster.start())
 
 
 KV = bytes(range(256)) * 1000
@@ -128,7 +128,7 @@ async def test_pages_that_are_gone_are_not_lent_and_not_filled(cluster: Cluster)
 
 async def test_what_finds_no_room_waits_for_what_was_lent_before(cluster: Cluster) -> None:
     source, target = await two(cluster)
-    most = bytes(ARENA // 2)
+    most = bytes(KV_ROOM // 2)
     first, _ = await source.lend(Pages(most))
     await source.lend(Pages(most))
     third, fourth = source.lending(Pages(KV)), source.lending(Pages(KV))
@@ -142,10 +142,10 @@ async def test_what_finds_no_room_waits_for_what_was_lent_before(cluster: Cluste
 
 async def test_more_than_there_is_room_for_is_not_lent(cluster: Cluster) -> None:
     source, target = await two(cluster)
-    assert await source.lend(Pages(bytes(ARENA + 1))) == ("", b"")
+    assert await source.lend(Pages(bytes(KV_ROOM + 1))) == ("", b"")
     region, digest = await source.lend(Pages(KV))
-    assert not await target.bring(source, region, digest, Pages(nbytes=ARENA + 1))
-    for _ in range(2 * ARENA // len(KV)):  # what has come takes no room any more
+    assert not await target.bring(source, region, digest, Pages(nbytes=KV_ROOM + 1))
+    for _ in range(2 * KV_ROOM // len(KV)):  # what has come takes no room any more
         source.images.end(region)
         region, digest = await source.lend(Pages(KV))
         assert await target.bring(source, region, digest, Pages(nbytes=len(KV)))
@@ -153,9 +153,9 @@ async def test_more_than_there_is_room_for_is_not_lent(cluster: Cluster) -> None
 
 async def test_what_goes_and_what_comes_do_not_wait_for_each_other(cluster: Cluster) -> None:
     one, other = await two(cluster)
-    whole = bytes(ARENA)
+    whole = bytes(KV_ROOM)
     lent = [await each.lend(Pages(whole)) for each in (one, other)]
-    pages = Pages(nbytes=ARENA), Pages(nbytes=ARENA)
+    pages = Pages(nbytes=KV_ROOM), Pages(nbytes=KV_ROOM)
     assert await one.bring(other, *lent[1], pages[0])
     assert await other.bring(one, *lent[0], pages[1])
     assert all(each.content == whole for each in pages)
@@ -176,10 +176,12 @@ async def test_kv_shares_the_port_with_blocks(cluster: Cluster) -> None:
     """A long read of weights is under way on a paced link: KV comes before it has ended."""
     if cluster.kind == "modelled":
         pytest.skip("what is modelled lands all at once")
-    source, target = await two(cluster, rate=20_000_000)
-    weights = source.end.room(16 * MIB)
-    source.end.transport.register("w", weights, ready=len(weights), flow="model")
-    into = target.end.room(len(weights))
+    nbytes = 16 * MIB
+    source = Node(await cluster.start(rate=20_000_000, nbytes=nbytes))
+    target = Node(await cluster.start(nbytes=nbytes))
+    weights = source.end.room(nbytes)
+    source.end.transport.register("w", weights, ready=nbytes, flow="model")
+    into = target.end.room(nbytes)
     address = source.end.address
     read = asyncio.ensure_future(target.end.transport.read(address, "w", 0, into, priority=0))
     region, digest = await source.lend(Pages(KV))

@@ -341,7 +341,9 @@ async def test_concurrent_sends_do_not_mix(cluster: Cluster) -> None:
 async def test_messages_pass_reads(cluster: Cluster) -> None:
     """The read is far longer than a busy machine holds this loop up, while a thread of the
     transport's own may send on. Nobody waits for its end."""
-    source, reader = await cluster.start(rate=1_000_000), await cluster.start()
+    room = 32 * MIB
+    source = await cluster.start(rate=1_000_000, nbytes=room)
+    reader = await cluster.start(nbytes=room)
     data = pattern(24 * MIB)
     source.transport.register("w", source.put(data), ready=len(data))
     await source.transport.connect(reader.address)

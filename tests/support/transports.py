@@ -31,7 +31,10 @@ from tests.support.tls import certificates
 
 MIB = 1 << 20
 FAST = 10_000_000_000
-ARENA = 32 * MIB
+ARENA = 8 * MIB
+"""Bytes for weights, unless a test asks for more. An emulated machine takes long to lock them."""
+KV_ROOM = 4 * MIB
+"""Bytes for copies of KV that go, and as many for those that come."""
 SILENCE_S = 60.0
 """Nobody is silent here: peers answer, close or refuse, however busy the machine is."""
 RDMA = (os.environ.get("LS_RDMA_DEVICE", ""), int(os.environ.get("LS_RDMA_GID_INDEX", "0")))
@@ -91,7 +94,8 @@ class Cluster:
         self.count = 0
         self.stacks: dict[str, AsyncExitStack] = {}
 
-    async def start(self, *, rate: int = 0, at: str | None = None) -> End:
+    async def start(self, *, rate: int = 0, at: str | None = None, nbytes: int = ARENA) -> End:
+        """`nbytes`: of its arena."""
         end: End
 
         def on_message(sender: str, header: memoryview, payload: memoryview) -> None:
@@ -108,7 +112,7 @@ class Cluster:
         listener = Hears(on_message, on_peer_lost, bring=bring)
         if self.kind == "rdma":
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
-        arena, kv_room = Arena(ARENA), KvRoom(ARENA)
+        arena, kv_room = Arena(nbytes), KvRoom(KV_ROOM)
         memories = [arena.memory, *kv_room.memories]
         stack = AsyncExitStack()
         transport: TcpTransport | MemoryTransport | ModelledTransport
