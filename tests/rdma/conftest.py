@@ -1,4 +1,4 @@
-"""The image that virtual machines with RDMA boot, made once; without it these tests are skipped."""
+"""The image that the virtual machine with RDMA boots, made once; without it tests are skipped."""
 
 import compileall
 
@@ -12,7 +12,7 @@ from tests.support.packages import Unavailable
 
 @pytest.fixture(scope="session")
 def image() -> Image:
-    # Here, because guests only read this machine's files, and their processors are slow.
+    # Here, because the guest only reads this machine's files, and its processor is slow.
     for package in ("services", "shared", "simulation", "tests"):
         compileall.compile_dir(REPOSITORY / package, quiet=1)
     native.load()

@@ -26,7 +26,7 @@ PACKAGES = Path(__file__).parents[1] / "support" / "packages.py"
 KERNELS = ("linux-image-amd64", "linux-image-generic")
 """Metapackages of kernels that have rdma_rxe and 9p (those for clouds do not): Debian, Ubuntu."""
 MODULES = (
-    *("virtio_pci", "virtio_rng", "virtio_net", "dummy"),
+    *("virtio_pci", "virtio_rng", "veth"),
     *("9pnet_virtio", "9p", "overlay"),
     *("crc32_generic", "rdma_rxe", "rdma_ucm"),
 )

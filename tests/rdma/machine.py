@@ -1,10 +1,9 @@
-"""Virtual machines, two on one wire, that run Python modules."""
+"""A virtual machine with two RDMA adapters on one wire, which runs Python modules."""
 
 import asyncio
 import itertools
 import os
 import shlex
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -21,7 +20,6 @@ from tests.rdma.guest.agent import End, Ended, Order, Ready, Report, Run, Said
 from tests.rdma.image import Image
 
 REPOSITORY = Path(__file__).parents[2]
-DEVICE = "rxe0"
 GID_INDEX = 1
 """The IPv4 address's."""
 BOOT_S = 600.0
@@ -29,35 +27,29 @@ END_S = 60.0
 """Bounds only. Where there is a core for it, the kernel boots in 5 s, and torch takes 30 s to be
 imported."""
 POWER_CUT = -9
-"""The exit code of the jobs of a machine that was killed."""
+"""The exit code of the jobs of a machine that ended before them."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plug:
-    """One machine's end of a wire: what it is connected by, and its address."""
+class Adapter:
+    """One end of the wire."""
 
-    socket: socket.socket
     number: int
 
     @property
-    def address(self) -> str:
-        return f"10.9.0.{self.number}"
+    def device(self) -> str:
+        return f"rxe{self.number}"
 
     @property
-    def arguments(self) -> tuple[str, ...]:
-        """What QEMU is told; it inherits the socket."""
-        end = f"addr.type=fd,addr.str={self.socket.fileno()}"
-        mac = f"52:54:00:00:00:{self.number:02x}"
-        return (
-            *("-netdev", f"stream,id=wire,server=off,{end}"),
-            *("-device", f"virtio-net-pci,netdev=wire,mac={mac},romfile=,host_mtu=9000"),
-        )
+    def interface(self) -> str:
+        return f"eth{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"10.9.0.{self.number + 1}"
 
 
-def wire() -> tuple[Plug, Plug]:
-    """Between two machines, each of which closes its end here when it is switched on."""
-    first, second = socket.socketpair()
-    return Plug(first, 1), Plug(second, 2)
+ADAPTERS = Adapter(0), Adapter(1)
 
 
 class Job:
@@ -100,10 +92,11 @@ class Job:
 
 
 class Machine:
-    """A guest on this machine's files (writes go to its memory), with one RDMA device, DEVICE.
+    """A guest on this machine's files (writes go to its memory), with ADAPTERS.
 
     As root in REPOSITORY it runs what it is told to (guest/agent.py), with the modules `preload`
-    imported beforehand. `directory` holds its first script and its console.
+    imported beforehand; unless they are told otherwise, they use the first adapter. `directory`
+    holds its first script and its console.
     """
 
     def __init__(
@@ -111,14 +104,10 @@ class Machine:
         image: Image,
         directory: Path,
         *,
-        plug: Plug,
         preload: Sequence[str],
         memory_mib: int,
-        environment: Mapping[str, str],
     ) -> None:
-        self.address = plug.address
         self._image = image
-        self._plug = plug
         self._console = directory / "console"
         self._jobs: dict[int, Job] = {}
         self._numbers = itertools.count(1)
@@ -126,7 +115,12 @@ class Machine:
         self._process: asyncio.subprocess.Process | None = None
         self._listener: asyncio.Task[None] | None = None
         script = directory / "script"
-        variables = {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONUNBUFFERED": "1", **environment}
+        variables = {
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTHONUNBUFFERED": "1",
+            "LS_RDMA_DEVICE": ADAPTERS[0].device,
+            "LS_RDMA_GID_INDEX": str(GID_INDEX),
+        }
         exports = (f"export {name}={shlex.quote(value)}" for name, value in variables.items())
         agent = [sys.executable, "-m", "tests.rdma.guest.agent", *preload]
         steps = (*exports, f"cd {shlex.quote(str(REPOSITORY))}", f"exec {shlex.join(agent)}")
@@ -141,29 +135,26 @@ class Machine:
             *("-serial", f"file:{self._console}", "-serial", "stdio"),
             *("-kernel", str(image.kernel), "-initrd", str(image.initramfs), "-append"),
             "cryptomgr.notests console=ttyS0 quiet panic=-1 mitigations=off random.trust_cpu=on "
-            f"address={plug.address} script={script}",
+            f"script={script}",
             *_share("host", Path("/")),
             *_share("overlay", image.overlay),
-            *plug.arguments,
         ]
 
     async def __aenter__(self) -> Self:
         """It is switched on; `run` waits until it is ready."""
         libraries = self._image.emulator / "usr/lib/x86_64-linux-gnu"
         also = self._image.emulator / "lib/x86_64-linux-gnu"
-        with self._plug.socket as end:
-            self._process = await asyncio.create_subprocess_exec(
-                *self._arguments,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                preexec_fn=die_with_parent(),
-                pass_fds=[end.fileno()],
-                env={
-                    **os.environ,
-                    "LD_LIBRARY_PATH": f"{libraries}:{also}",
-                    "QEMU_MODULE_DIR": str(libraries / "qemu"),
-                },
-            )
+        self._process = await asyncio.create_subprocess_exec(
+            *self._arguments,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            preexec_fn=die_with_parent(),
+            env={
+                **os.environ,
+                "LD_LIBRARY_PATH": f"{libraries}:{also}",
+                "QEMU_MODULE_DIR": str(libraries / "qemu"),
+            },
+        )
         self._listener = asyncio.create_task(self._listen())
         return self
 
@@ -173,10 +164,7 @@ class Machine:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        await self.kill()
-
-    async def kill(self) -> None:
-        """As a power cut would; nothing if it has ended."""
+        """As a power cut would."""
         assert self._process is not None
         assert self._listener is not None
         if self._process.returncode is None:
@@ -188,7 +176,8 @@ class Machine:
     async def run(
         self, module: str, *arguments: str, environment: Mapping[str, str] | None = None
     ) -> AsyncIterator[Job]:
-        """Runs a module as `python -m` would. It ends with this context."""
+        """Runs a module as `python -m` would, with more environment variables. It ends with this
+        context."""
         try:
             async with asyncio.timeout(BOOT_S):
                 await self._ready.wait()

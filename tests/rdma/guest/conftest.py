@@ -1,4 +1,4 @@
-"""These tests need an RDMA device; `tests/rdma/test_machines.py` runs them in a machine with one.
+"""These tests need an RDMA device; `tests/rdma/test_machine.py` runs them in a machine with one.
 
 On a machine that has a device: LS_RDMA_DEVICE=mlx5_0 LS_RDMA_GID_INDEX=3 pytest tests/rdma/guest
 """

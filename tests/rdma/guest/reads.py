@@ -1,4 +1,4 @@
-"""Two nodes' transports on two machines: `serve` on 10.9.0.1, `read` on the other.
+"""A node's transport at an end of the wire: `serve 10.9.0.1 DEVICE`, or `read 10.9.0.2 DEVICE`.
 
 The reader says what the first read moved by what, and goes on until the peer is lost.
 """
@@ -10,14 +10,14 @@ from services.node.memory.arena import Arena
 from services.node.transport.rdma import RdmaDirect
 from services.node.transport.tcp import TcpTransport
 from shared.errors import PeerLost, TransportError
-from tests.rdma.guest.peer import DEVICE, GID_INDEX, NBYTES, pattern
+from tests.rdma.guest.peer import GID_INDEX, NBYTES, pattern
 from tests.support.listeners import Hears
 
 SOURCE = "10.9.0.1"
 PORT = 7001
 
 
-async def main(role: str) -> None:
+async def main(role: str, address: str, device: str) -> None:
     arena = Arena(NBYTES)
     memory = arena.allocate(NBYTES).memory
     lost = asyncio.Event()
@@ -27,11 +27,11 @@ async def main(role: str) -> None:
         lost.set()
 
     async with TcpTransport(
-        SOURCE if role == "serve" else "10.9.0.2",
+        address,
         PORT,
         link_bytes_per_s=0,
         listener=Hears(lost=on_peer_lost),
-        ways=[RdmaDirect([arena.memory], DEVICE, GID_INDEX)],
+        ways=[RdmaDirect([arena.memory], device, GID_INDEX)],
         silence_s=5.0,
     ) as transport:
         if role == "serve":
@@ -40,7 +40,7 @@ async def main(role: str) -> None:
             print("serving", flush=True)
             await asyncio.Event().wait()
         source = f"tcp://{SOURCE}:{PORT}"
-        while True:  # until the other machine has come so far
+        while True:  # until the other end has come so far
             try:
                 await transport.connect(source)
                 break
@@ -59,4 +59,4 @@ async def main(role: str) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    asyncio.run(main(*sys.argv[1:]))

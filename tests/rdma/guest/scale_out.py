@@ -1,9 +1,9 @@
-"""A cluster over two machines: node-1 alone on the other, everything else on this one.
+"""A cluster at the two ends of a wire: node-1 alone at the other, everything else at the first.
 
 Starts nats-server, and runs the services of control in this process; the two nodes are started by
 others. Arguments: a checkpoint; a file of prompts and of the tokens that must follow them (JSON).
-Ends with 0 if node-1 took the model by RDMA, and both the gateway and node-1 itself gave the right
-tokens.
+Ends with 0 if node-1 took the model by RDMA over the wire, and both the gateway and node-1 itself
+gave the right tokens.
 """
 
 import asyncio
@@ -48,7 +48,7 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
         "LAMBDASCALE_NODE_ID": node,
         "LAMBDASCALE_NODE_HOST": host,
         "LAMBDASCALE_NODE_MACHINE": node,
-        "LAMBDASCALE_NODE_DATA_DIR": "/tmp/data",
+        "LAMBDASCALE_NODE_DATA_DIR": f"/tmp/{node}",
         "LAMBDASCALE_NODE_ARENA_BYTES": str(16 << 20),
         "LAMBDASCALE_NODE_KV_BYTES": str(64 << 20),
         "LAMBDASCALE_NODE_THREADS": "1",
@@ -58,6 +58,11 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
         "LAMBDASCALE_NODE_RDMA_DEVICE": device,
         "LAMBDASCALE_NODE_RDMA_GID_INDEX": str(gid_index),
     }
+
+
+def sent() -> int:
+    """Bytes that have gone over the wire from the first end."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 
 def start_server(directory: Path) -> None:
@@ -167,13 +172,16 @@ async def main(checkpoint: Path, expected: dict[str, list[list[int]]]) -> None:
         request = ImportModel(path=str(checkpoint), name=MODEL, min_instances=1)
         record = await import_model(bus, request, node=NODES[0], say=print)
         await until(watch, lambda: len(watch.replicas) == 1, "one replica")
+        before = sent()
         two = SetInstances(name=MODEL, instances=2)
         await bus.request(subjects.PLANNER_SCALE, two, ScaleAccepted, timeout=10.0)
         await until(watch, lambda: len(watch.replicas) == 2, "two replicas")
         came = [arrival for arrival in watch.arrivals if arrival.node == NODES[1]]
         assert {arrival.block for arrival in came} == set(range(record.n_blocks))
         assert {(arrival.source, arrival.transport) for arrival in came} == {(NODES[0], "rdma")}
-        print(f"{len(came)} blocks by rdma", flush=True)
+        wired = sent() - before
+        assert wired > record.nbytes
+        print(f"{len(came)} blocks by rdma, {wired} bytes over the wire", flush=True)
         for prompt, tokens in zip(expected["prompts"], expected["tokens"], strict=True):
             assert await asyncio.to_thread(by_gateway, prompt, len(tokens)) == tokens
         prompt, tokens = expected["prompts"][0], expected["tokens"][0]
