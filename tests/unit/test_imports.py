@@ -24,11 +24,25 @@ PURE_SHARED = (
 )  # fmt: skip
 
 
+@cache
+def imports(path: Path) -> tuple[ast.Import | ast.ImportFrom, ...]:
+    """Its statements of this kind, wherever in it."""
+    statements: list[ast.Import | ast.ImportFrom] = []
+    blocks: list[ast.AST] = [ast.parse(path.read_text())]
+    for block in blocks:
+        for node in ast.iter_child_nodes(block):
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                statements.append(node)
+            elif not isinstance(node, ast.expr):  # which holds no statement
+                blocks.append(node)
+    return tuple(statements)
+
+
 def imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in imports(path):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
+        else:
             assert node.level == 0, f"{path}: relative import"
             yield node.module or ""
 
@@ -99,10 +113,10 @@ def dependencies(module: str) -> frozenset[str]:
     """The modules that it imports, wherever in it: what is imported late, or for types only, is a
     dependency too."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(MODULES[module].read_text())):
+    for node in imports(MODULES[module]):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
+        else:
             parts = [f"{node.module}.{alias.name}" for alias in node.names]
             names |= {part if part in MODULES else node.module or "" for part in parts}
     return frozenset((names & MODULES.keys()) - {module})
