@@ -130,6 +130,7 @@ class CheckedDispatch(Dispatch):
     """Is validated after every event. A model whose state had to be made anew is an error, too."""
 
     take_id = _validated(Dispatch.take_id)
+    add_model = _validated(Dispatch.add_model)
     remove_model = _validated(Dispatch.remove_model)
     on_instances = _validated(Dispatch.on_instances)
     on_node_gone = _validated(Dispatch.on_node_gone)

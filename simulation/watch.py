@@ -178,7 +178,6 @@ class Watch:
                     self.said[message.node] = status
         for each in wrong:
             self.violated(each)
-        self._look_at_gateways()
 
     def _on_set(self, message: InstanceSet) -> list[str]:
         before = self._sets.get(message.name)

@@ -85,14 +85,16 @@ def _of_nodes(model: Model) -> Iterator[str]:
     """For each node: prompts, sequences on its replica, slots' worth of sequences on paths, and
     suspects that are tried there."""
     for route in model.table.routes.values():
+        suspects = sum([request.suspect for request in route.requests.values()])
+        requests = len(route.requests) + route.others.requests
         for place in route.places:
             sums = found.setdefault(place.node, [0.0, 0.0, 0.0, 0.0])
             sums[0] += place.share * route.prompts
-            sums[3] += sum(request.suspect for request in route.requests.values())
+            sums[3] += suspects
             if len(route.places) == 1:
-                sums[1] += len(route.requests) + route.others.requests
+                sums[1] += requests
             else:
-                sums[2] += place.weight * (len(route.requests) + route.others.requests)
+                sums[2] += place.weight * requests
     for node, sums in found.items():
         if node.suspects > 1:
             yield f"a node of model {model.name} tries {node.suspects} suspects at once"
