@@ -2,10 +2,9 @@
 
 import asyncio
 import os
-import subprocess
-import sys
+import signal
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
+from services.local.forking import Forked, ForkServer, Order
 from services.local.nats_server import NatsServer
 from services.planner.core.multicast.schedule import Move
 from services.planner.core.orders import WAVE_S, waves
@@ -38,7 +38,7 @@ from shared.pool_pages import read_pool
 
 READY_S = 60.0
 READY_PER_NODE_S = 8.0
-"""Seconds for each node to start: it imports torch, and all share the machine's cores."""
+"""Seconds for each node to start, while all share the machine's cores."""
 IMPORT_S = 120.0
 REQUEST_S = 10.0
 STOP_S = 20.0
@@ -77,15 +77,19 @@ class Nodes:
         self._testbed = testbed
         self._directory = directory
         self._arena_bytes = model_bytes + ARENA_SLACK
-        self._processes: dict[str, subprocess.Popen[str]] = {}
+        self._fork_server = ForkServer(directory / "logs" / "fork-server.log", os.environ)
+        self._processes: dict[str, Forked] = {}
         self._infos: list[NodeInfo] = []
         self._watch: _Watch | None = None
         self._stack = AsyncExitStack()
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            stack.callback(self._fork_server.stop)
+            self._fork_server.start()
             nats = NatsServer(self._directory / "nats", host=CONTROL_GATE)
             self._nats = await stack.enter_async_context(nats)
+            await self._fork_server.ready()
             stack.push_async_callback(self._stop)
             self._start("registry", "registry", self._testbed.hub, ONE_COPY)
             self._bus = await stack.enter_async_context(NatsBus(BusConfig(url=nats.url), "bench"))
@@ -216,15 +220,9 @@ class Nodes:
     def _start(
         self, name: str, role: str, namespace: Namespace, settings: Mapping[str, str]
     ) -> None:
-        log = self._log(name)
-        log.parent.mkdir(parents=True, exist_ok=True)
-        with log.open("ab") as file:
-            self._processes[name] = namespace.start(
-                [sys.executable, "-m", "services.cli", role],
-                stdout=file.fileno(),
-                stderr=file.fileno(),
-                environment={**os.environ, "LAMBDASCALE_BUS_URL": self._nats.url, **settings},
-            )
+        environment = {"LAMBDASCALE_BUS_URL": self._nats.url, **settings}
+        order = Order(name, (role,), environment, str(self._log(name)), namespace.path)
+        self._processes[name] = self._fork_server.fork(order)
 
     async def _wait_for(self, count: int) -> None:
         try:
@@ -253,12 +251,12 @@ class Nodes:
 
     async def _stop(self) -> None:
         for process in self._processes.values():
-            process.terminate()
+            _signal(process, signal.SIGTERM)
         for process in self._processes.values():
             try:
                 await asyncio.to_thread(process.wait, STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
+            except TimeoutError:
+                _signal(process, signal.SIGKILL)
                 process.wait()
 
     def _cpu_s(self) -> float:
@@ -306,7 +304,13 @@ def _node(number: int) -> NodeId:
     return NodeId(f"node-{number}")
 
 
-def _cpu_s(process: "subprocess.Popen[str]") -> float:
+def _signal(process: Forked, number: int) -> None:
+    if process.poll() is None:
+        with suppress(ProcessLookupError):  # it has ended just now
+            os.kill(process.pid, number)
+
+
+def _cpu_s(process: Forked) -> float:
     """CPU seconds of the process so far, user and system time."""
     fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) * _TICK_S
