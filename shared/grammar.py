@@ -11,7 +11,7 @@ import msgspec
 from llguidance import LLMatcher, LLTokenizer, regex_to_lark
 
 from shared.errors import BadInput
-from shared.threads import CHECK_STACK
+from shared.stack import CHECK_STACK
 
 MAX_CHARS = 1 << 17
 FOLLOW_STACK = 8 * CHECK_STACK

@@ -4,10 +4,6 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
 
-CHECK_STACK = 8 << 20
-"""Stack in which a grammar is checked. Llguidance follows chains of rules by recursion, and a
-process whose stack overflows dies."""
-
 
 def begun(function: Callable[[], None], executor: Executor | None = None) -> "asyncio.Future[None]":
     """Runs `function` in a thread from now on. Whoever begins it must wait until it has `ended`."""

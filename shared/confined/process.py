@@ -28,8 +28,8 @@ from shared.confined.jobs import (
     Template,
 )
 from shared.errors import BadInput, ModelError
+from shared.stack import CHECK_STACK
 from shared.template_manner import manner_of
-from shared.threads import CHECK_STACK
 
 CHECK_S = 0.5
 """Seconds of processor time for one grammar. A node takes about as long to make it, while others

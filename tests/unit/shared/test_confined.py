@@ -1,6 +1,8 @@
 """Foreign code runs in processes that may die of it, and takes no more than its share."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 
 import pytest
@@ -139,3 +141,12 @@ async def test_processes_end_with_their_pool() -> None:
     assert process.returncode is not None
     with pytest.raises(asyncio.CancelledError):
         await running
+
+
+def test_a_process_imports_little() -> None:
+    """Because it is started often."""
+    program = "import sys, shared.confined.process; print(*sys.modules)"
+    found = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+    assert not {"asyncio", "aiohttp", "structlog"} & set(found.stdout.split())
