@@ -183,6 +183,9 @@ class ModelledEngine:
         model = self._models.get(model_id)
         return frozenset(model.held) if model else frozenset()
 
+    def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
+        return False  # nothing is made of weights
+
     def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)

@@ -126,6 +126,11 @@ class ModelledWorker:
         self._asleep.discard(key)
         self._attached[key] = ref(buffer)
 
+    async def prepare(
+        self, model_id: ModelId, manifest: Manifest, block: int, buffer: memoryview
+    ) -> bool:
+        return self._engine.prepare(model_id, manifest, block, buffer)
+
     async def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         held = self._engine.held(model_id)
         self._do(lambda steps: steps.close_model(model_id, asleep=asleep))

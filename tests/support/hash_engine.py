@@ -262,6 +262,9 @@ class HashEngine:
     def held(self, model_id: ModelId) -> frozenset[int]:
         return frozenset(self.attached[model_id])
 
+    def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
+        return False  # nothing is made of weights
+
     def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
         del self.attached[model_id]
         self.free(tuple(key for key, s in self.sequences.items() if s.model_id == model_id))

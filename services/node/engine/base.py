@@ -134,6 +134,11 @@ class Engine(Kv, Protocol):
         """Makes the block runnable. Its bytes have all arrived and are verified; its tensors become
         views of them."""
 
+    def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
+        """Makes of a block's bytes what `attach` will make of them, as far as that lies in memory
+        of its own, before the model is opened. The buffer may be reused afterwards. False: there is
+        nothing to make, or no memory is left for it."""
+
     def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
         """Returns a function that makes an adapter of its block's bytes, which have all arrived and
         are verified, and may be reused afterwards. Another thread calls it. NotFound: the base is

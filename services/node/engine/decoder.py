@@ -20,7 +20,7 @@ from services.node.engine.kernels import Kernels, Layer
 from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps
 from services.node.engine.rope import Rotations, inverse_frequencies
-from services.node.engine.share import WHOLE
+from services.node.engine.share import WHOLE, Share
 from services.node.engine.step import Step, StepPlan, plan_step
 from services.node.engine.team import Team
 from services.node.engine.weights import (
@@ -97,9 +97,7 @@ class Decoder:
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
     ) -> tuple[Unit, ...]:
         share = self.team.share if self.team else WHOLE
-        tensors = DecoderTensors(spec, weights, form, self.ops.silu_times, pages, share)
-        units = range(spec.first_unit, spec.last_unit + 1)
-        return tuple(tensors.unit(self.config, unit) for unit in units)
+        return units(self.config, spec, weights, form, self.ops, pages, share)
 
     def embed(self, unit: EmbeddingUnit, rows: Sequence[Row]) -> torch.Tensor:
         """Returns [positions of the rows, hidden_size] in new memory. BadInput unless each position
@@ -132,6 +130,21 @@ class Decoder:
 
     def largest_ids(self, logits: torch.Tensor) -> torch.Tensor:
         return self.ops.largest_ids(logits)
+
+
+def units(
+    config: ModelConfig,
+    spec: BlockSpec,
+    weights: Weights,
+    form: Form,
+    ops: Ops,
+    pages: Pages | None = None,
+    share: Share = WHOLE,
+) -> tuple[Unit, ...]:
+    """A block's units. Packed matrices are taken of `pages` in the same order every time."""
+    tensors = DecoderTensors(spec, weights, form, ops.silu_times, pages, share)
+    numbers = range(spec.first_unit, spec.last_unit + 1)
+    return tuple(tensors.unit(config, number) for number in numbers)
 
 
 class LayerStep:

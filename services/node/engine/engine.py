@@ -17,12 +17,13 @@ from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.base import Context, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
-from services.node.engine.decoder import Decoder, kv_dtype
+from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
+from services.node.engine.ops import TorchOps
 from services.node.engine.processors import Processor, Processors
 from services.node.engine.ranks import LeadDecoder, Ranks
 from services.node.engine.share import WHOLE, check_divides
@@ -177,13 +178,27 @@ class TorchEngine:
         if isinstance(network, LeadDecoder):
             others = network.attaching(block, weights)
         with others, self._packed.of(model_id, block, spec.nbytes) as pages:
-            units = network.units(spec, weights, self._form, pages)
-        model.blocks[block] = units
+            made = network.units(spec, weights, self._form, pages)
+        model.blocks[block] = made
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
             model.graphs.forget(block)
             if model.graphs.warm:
                 self._record(model_id, block)
+
+    def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
+        config, spec = read_config(manifest.config), manifest.blocks[block]
+        if model_id in self._models or self._ranks is not None:
+            return False
+        dtype = check_manifest(manifest, config)
+        if not isinstance(config, ModelConfig) or self._kernels(dtype) is None:
+            return False
+        if not self._packed.has_room(model_id, block, spec.nbytes):
+            return False
+        with self._packed.of(model_id, block, spec.nbytes) as pages:
+            units(config, spec, weights, self._form, TorchOps(), pages)
+        self._packed.expect(model_id)
+        return True
 
     def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
         base = base_of(manifest)

@@ -148,6 +148,15 @@ class PackedBlocks:
             yield taken
         self._taken[key], self._sizes[key] = taken.tensors, nbytes
 
+    def has_room(self, model: ModelId, block: int, nbytes: int) -> bool:
+        """Whether a block of so many bytes is packed, or can be while all that is packed stays."""
+        return (model, block) in self._taken or sum(self._sizes.values()) + nbytes <= self._most
+
+    def expect(self, model: ModelId) -> None:
+        """The model is not in the arena, and some of its blocks were packed ahead. It is the first
+        to give way: models that were used before come back more often."""
+        self._gone = {model: None} | self._gone
+
     def leave(self, model: ModelId) -> None:
         """The model's bytes leave the arena."""
         self._gone.pop(model, None)

@@ -157,6 +157,10 @@ class Steps:
         with self._blamed():
             self._engine.attach(model_id, block, weights)
 
+    def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
+        with self._blamed():
+            return self._engine.prepare(model_id, manifest, block, weights)
+
     def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
         with self._blamed():
             return self._engine.make_adapter(manifest)

@@ -173,6 +173,15 @@ class Worker:
             weights = await self._on_device(self._device, model_id, block, buffer)
         await self._ask(lambda steps: steps.attach(model_id, block, weights))
 
+    async def prepare(
+        self, model_id: ModelId, manifest: Manifest, block: int, buffer: memoryview
+    ) -> bool:
+        """Makes ready what the engine makes of a block of a model that is not open. Once this
+        returns, nobody needs the buffer. False: see `Engine.prepare`."""
+        made: list[bool] = []
+        await self._ask(lambda steps: made.append(steps.prepare(model_id, manifest, block, buffer)))
+        return made[0]
+
     async def _on_device(
         self, device: DeviceArena, model_id: ModelId, block: int, buffer: memoryview
     ) -> Weights:

@@ -144,6 +144,10 @@ class HostCache:
         """Whether a copy is on its way."""
         return self._book.state(model) is CacheState.FILLING
 
+    def space(self, model: ModelId) -> ModelSpace:
+        """Where a copy lies that is stored. It is not given up while the model's turn is held."""
+        return self._places[model].space
+
     def lends(self, model: ModelId) -> bool:
         return self._book.state(model) is CacheState.LENT
 

@@ -30,6 +30,9 @@ from shared.runs import runs
 from shared.story import Story
 from shared.wording import counted
 
+PREPARE_S = 0.1
+"""How often it is looked whether the engine has time to pack what will only be needed later."""
+
 
 class Hosting:
     residency_type: ClassVar[type[Residency]] = Residency
@@ -103,6 +106,7 @@ class Hosting:
                 manifest = await self._library.manifest(ModelId(space.model))
                 if space.memory == CACHE:
                     await self.cache.inherit(space, manifest)
+                    self._prepare(ModelId(space.model))
                 else:
                     await self._inherit(space, manifest)
             except LambdaScaleError as error:  # a model's boundary: it is loaded anew
@@ -325,6 +329,8 @@ class Hosting:
         """A copy that the registry ordered is whole."""
         if hosted := self._hosted.get(model):
             self._spawn(self._after_copy(hosted), f"settle {model}")
+        else:
+            self._prepare(model)
 
     async def _after_copy(self, hosted: Hosted) -> None:
         async with self._turn(hosted.model), hosted.lock:
@@ -336,6 +342,31 @@ class Hosting:
         """Frees the arena's copy of a model that sleeps, if the host cache has one, too."""
         if self.cache.is_stored(hosted.model) and hosted.residency.mode is Mode.STANDBY:
             await self._free(hosted, cause)
+
+    def _prepare(self, model: ModelId) -> None:
+        """Has the engine pack the blocks of a copy in the host cache, so that they only have to be
+        copied when the model wakes."""
+        self._spawn(self._pack(model), f"prepare {model}")
+
+    async def _pack(self, model: ModelId) -> None:
+        """Packs while nothing runs here. Between two blocks, plans and releases have their turn."""
+        block, more = 0, True
+        while more:
+            if self._worker.load().running > 0:
+                await asyncio.sleep(PREPARE_S)
+                continue
+            async with self._turn(model):
+                if model in self._hosted or not self.cache.is_stored(model):
+                    return
+                space = self.cache.space(model)
+                buffer = space.block(block)
+                try:
+                    more = await self._worker.prepare(model, space.manifest, block, buffer)
+                except LambdaScaleError as error:  # when it wakes, its plan says what is wrong
+                    self._log.warning("a model was not packed", model=model, error=str(error))
+                    return
+            block += 1
+            more = more and block < space.manifest.n_blocks
 
     async def _hurry(self, hosted: Hosted, cause: str) -> None:
         """Waits for the copy, since the arena's room is needed."""

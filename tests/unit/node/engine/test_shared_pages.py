@@ -13,7 +13,7 @@ from services.node.engine.shared_pages import PackedBlocks, SharedPages, Taken
 from services.node.memory.shelf import Keeping, Kept, Shelf
 from shared.ids import ModelId
 
-MODEL, OTHER = ModelId("m"), ModelId("m2")
+MODEL, OTHER, THIRD = ModelId("m"), ModelId("m2"), ModelId("m3")
 
 
 class Keeper:
@@ -167,3 +167,20 @@ def test_without_a_keeper_or_huge_pages_nothing_is_shared(
         assert isinstance(pages, Taken)
         assert isinstance(pages.pages, HugePages)
     assert keeper.held == {}
+
+
+def test_what_was_packed_ahead_takes_only_free_room_and_gives_way_first() -> None:
+    blocks = packed(Shelf(), most=2 * LEAST)
+    attach(blocks)
+    blocks.leave(MODEL)
+    assert blocks.has_room(OTHER, 0, LEAST)
+    first, _ = attach(blocks, OTHER)
+    blocks.expect(OTHER)
+    assert not blocks.has_room(THIRD, 0, LEAST)
+    assert blocks.has_room(OTHER, 0, LEAST)  # it is there
+    attach(blocks, THIRD)
+    assert attach(blocks)[1]
+    blocks.leave(MODEL)
+    again, filled = attach(blocks, OTHER)
+    assert not filled
+    assert torch.equal(first, again)

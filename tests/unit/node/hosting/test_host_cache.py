@@ -1,21 +1,29 @@
 """The host cache over real nodes: what moves there, what comes back, and who reads it there."""
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Callable
+from ctypes import Structure
 from pathlib import Path
 
 import pytest
 
 from services.node.checkpoints.packing import digest
 from services.node.checkpoints.reading import Wanted
-from services.node.hosting import host_cache
+from services.node.core.load import WorkerLoad
+from services.node.engine.base import Weights
+from services.node.engine.engine import TorchEngine
+from services.node.engine.kernels import Kernels, Packing
+from services.node.execution.worker import Worker
+from services.node.hosting import host_cache, hosting
 from services.node.hosting.host_cache import CacheDraft, HostCache
 from shared import subjects, threads
 from shared.errors import CapacityExceeded, Conflict
 from shared.ids import ModelId, NodeId
+from shared.layout import Manifest
 from shared.messages.copies import DropCopy, KeepCopy
 from shared.messages.pool import ModelRemove, Source, Tier
-from tests.unit.node.cluster import ALL, ARENA, NAME, Nodes, nodes
+from tests.unit.node.cluster import ALL, ARENA, NAME, WAIT_S, Nodes, nodes
 from tests.unit.node.gates import Gate
 
 FAST = 1 << 40
@@ -268,6 +276,93 @@ async def test_a_copy_that_was_ordered_takes_the_place_of_one_that_sleeps(
     await up.apply("a", promote=ALL, event="wake")
     await up.until_arrived("a", ALL, "wake")
     assert await up.generate("a", request="again") == tokens
+
+
+class Packings:
+    """Counts the matrices that are packed."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self._changed = threading.Condition()
+        run = Kernels.run
+
+        def counted(kernels: Kernels, argument: Structure, threads: int) -> None:
+            run(kernels, argument, threads)
+            if isinstance(argument, Packing):
+                with self._changed:
+                    self.count += 1
+                    self._changed.notify_all()
+
+        monkeypatch.setattr(Kernels, "run", counted)
+
+    async def until(self, count: int) -> None:
+        def wait() -> None:
+            with self._changed:
+                assert self._changed.wait_for(lambda: self.count >= count, WAIT_S)
+
+        await asyncio.to_thread(wait)
+
+
+@pytest.fixture
+def packings(monkeypatch: pytest.MonkeyPatch) -> Packings:
+    return Packings(monkeypatch)
+
+
+async def test_a_copy_that_was_ordered_is_packed_before_it_wakes(
+    up: Nodes, packings: Packings
+) -> None:
+    await up.promoted("a")
+    tokens = await up.generate("a")
+    once = packings.count
+    assert once > 0
+    await keep(up, "b", "a")
+    await packings.until(2 * once)
+    await up.apply("b", promote=ALL, event="wake")
+    await up.until_arrived("b", ALL, "wake")
+    assert await up.generate("b", request="again") == tokens
+    assert packings.count == 2 * once
+
+
+async def test_a_copy_is_not_packed_while_requests_run(
+    up: Nodes, packings: Packings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked, idle = asyncio.Semaphore(0), asyncio.Event()
+
+    def load(self: Worker) -> WorkerLoad:
+        asked.release()
+        return WorkerLoad(running=0 if idle.is_set() else 1)
+
+    monkeypatch.setattr(hosting, "PREPARE_S", 0.001)
+    monkeypatch.setattr(Worker, "load", load)
+    await keep(up, "b", "a")
+    await up.until_holds("b", CACHED)
+    for _ in range(20):
+        await asked.acquire()
+    assert packings.count == 0
+    idle.set()
+    await packings.until(1)
+
+
+async def test_a_copy_that_is_dropped_while_it_is_packed_gives_its_room_back(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, prepare = Gate(), TorchEngine.prepare
+
+    def gated(
+        self: TorchEngine, model_id: ModelId, manifest: Manifest, block: int, weights: Weights
+    ) -> bool:
+        gate()
+        return prepare(self, model_id, manifest, block, weights)
+
+    monkeypatch.setattr(TorchEngine, "prepare", gated)
+    await keep(up, "b", "a")
+    await gate.wait()
+    await up.until_holds("b", CACHED)
+    dropping = asyncio.create_task(drop(up, "b"))
+    gate.open()
+    await dropping
+    await up.until_holds("b", {})
+    assert free(up, "b") == (ARENA, ARENA)
 
 
 async def test_a_node_without_a_host_cache_refuses_copies_there(
