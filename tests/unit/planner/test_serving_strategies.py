@@ -68,6 +68,21 @@ def test_paths_grow_with_what_they_gain() -> None:
     assert weights == sorted(weights)
 
 
+def test_nodes_that_load_pair_up_with_complete_ones_where_there_are_enough() -> None:
+    """Two that load and have all blocks between them would else be a path of their own."""
+    halves = [first(4), EVERY - first(4)]
+    own = (0, 0, 4), (1, 4, B)
+    assert own in serve("pools", [*halves, EVERY], sources={2})
+    paths = serve("pools", [*halves, EVERY, EVERY], sources={2, 3})
+    assert {stages for stages in paths if len(stages) > 1} == {((0, 0, 4), (2, 4, B))}
+
+
+def test_requests_stay_on_the_paths_that_began_before_there_were_enough_to_pair_up() -> None:
+    own = (0, 0, 4), (1, 4, B)
+    held = [first(4), EVERY - first(4), EVERY, EVERY]
+    assert own in serve("pools", held, sources={2}, previous=(WeightedPath(own, 1.0),))
+
+
 def test_only_targets_are_stages_where_sources_are_left_out() -> None:
     halves = [EVERY, first(4), EVERY - first(4)]
     assert serve("pools-only-targets", halves[:2]) == {((0, 0, B),): 1.0}

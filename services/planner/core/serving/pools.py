@@ -1,9 +1,11 @@
 """Pools of holders: any node may run any block that it holds (see `paths`)."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.serving.loading import Loading, beside_replicas
+from services.planner.core.serving.zigzag import live_scaling
 
 _WORTH = 0.25
 """Complete nodes serve over paths as much as they can only if paths add at least this share to
@@ -11,8 +13,19 @@ their capacity. It is about what a hop adds to the time of a decode step."""
 
 
 def pools(loading: Loading) -> tuple[WeightedPath, ...]:
-    """Complete nodes and busy sources are stages like any other node."""
-    return beside_replicas(loading, _paths(loading))
+    """Complete nodes and busy sources are stages like any other node. Where each node that loads
+    can have a complete one for itself, they serve in pairs, as in live scaling: no request has more
+    than two stages, and one that began there need not begin again when its nodes are complete."""
+    planned = live_scaling(loading) if _pairs_up(loading) else _planned(loading)
+    return beside_replicas(loading, _opened(loading, planned))
+
+
+def _pairs_up(loading: Loading) -> bool:
+    """Not while requests run on other paths: these would end."""
+    replicas = loading.replicas
+    shared = [path.stages for path in loading.previous if len(path.stages) > 1]
+    paired = all(len(stages) == 2 and stages[1][0] in replicas for stages in shared)
+    return paired and len(loading.held) <= 2 * len(replicas)
 
 
 def pools_of_targets(loading: Loading) -> tuple[WeightedPath, ...]:
@@ -21,18 +34,13 @@ def pools_of_targets(loading: Loading) -> tuple[WeightedPath, ...]:
         frozenset[int]() if node in loading.sources else have
         for node, have in enumerate(loading.held)
     ]
-    return beside_replicas(loading, _paths(replace(loading, held=held)))
+    targets = replace(loading, held=held)
+    return beside_replicas(loading, _opened(targets, _planned(targets)))
 
 
-def _paths(loading: Loading) -> list[WeightedPath]:
-    """Paths of several stages.
-
-    The plan of the most capacity may take all of the complete nodes for paths, even where that
-    gains little and makes every request slower. So the weights of paths are scaled by the gain, as
-    a share of the replicas' capacity, over `_WORTH` (at most by 1). Paths open with the first block
-    that helps, and grow with the gain.
-    """
-    planned = plan_paths(
+def _planned(loading: Loading) -> tuple[WeightedPath, ...]:
+    """The plan of the most capacity, which may have complete nodes alone as well."""
+    return plan_paths(
         loading.held,
         loading.blocks,
         speeds=loading.speeds,
@@ -40,6 +48,16 @@ def _paths(loading: Loading) -> list[WeightedPath]:
         hop_cost=loading.hop_cost,
         previous=loading.previous,
     )
+
+
+def _opened(loading: Loading, planned: Iterable[WeightedPath]) -> list[WeightedPath]:
+    """Paths of several stages.
+
+    The plan of the most capacity may take all of the complete nodes for paths, even where that
+    gains little and makes every request slower. So the weights of paths are scaled by the gain, as
+    a share of the replicas' capacity, over `_WORTH` (at most by 1). Paths open with the first block
+    that helps, and grow with the gain.
+    """
     replicas = sum(loading.speeds[node] for node in loading.replicas)
     gain = sum(path.weight for path in planned) - replicas
     share = max(0.0, min(1.0, gain / (_WORTH * replicas))) if replicas else 1.0
