@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 
 import msgspec
 
+from benchmarks.no_options import describe
 from shared import telemetry
 from shared.config import TelemetryConfig
 from simulation import systems
@@ -143,6 +144,7 @@ def _bar(what: str, found: float, bar: float) -> bool:
 
 
 def main() -> int:
+    describe("burst", __doc__)
     if os.environ.get("PYTHONHASHSEED") != "0":  # the same figures every time
         command = [sys.executable, "-m", "benchmarks.burst"]
         os.execve(sys.executable, command, os.environ | {"PYTHONHASHSEED": "0"})

@@ -27,6 +27,7 @@ import aiohttp
 import numpy as np
 
 from benchmarks.multicast.model import checkpoint_spec
+from benchmarks.no_options import describe
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import make_checkpoint
 from services.local.publishing import publish
@@ -238,6 +239,7 @@ async def run(folder: Path) -> int:
 
 
 def main() -> int:
+    describe("from_zero", __doc__)
     with tempfile.TemporaryDirectory(prefix="lambdascale-bench-") as folder:
         return asyncio.run(run(Path(folder)))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import aiohttp
 import msgspec
 
+from benchmarks.no_options import describe
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.publishing import import_model
@@ -33,6 +34,8 @@ SPEC = CheckpointSpec(
     context_length=CONTEXT,
 )  # fmt: skip
 LIMIT_MS = 20.0
+BEAT = "beat"
+"""The argument of the process that asks for /health."""
 QUIET_S = 3.0
 ASK_S = 0.005
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -133,7 +136,7 @@ class Beat:
     @classmethod
     async def start(cls, url: str) -> "Beat":
         pipe = asyncio.subprocess.PIPE
-        command = (sys.executable, "-m", "benchmarks.hostile", url)
+        command = (sys.executable, "-m", "benchmarks.hostile", BEAT, url)
         return cls(await asyncio.create_subprocess_exec(*command, stdin=pipe, stdout=pipe))
 
     async def worst_ms(self) -> float:
@@ -216,9 +219,10 @@ async def run() -> bool:
 
 
 def main() -> int:
-    if len(sys.argv) > 1:
-        asyncio.run(beat(sys.argv[1]))
+    if sys.argv[1:2] == [BEAT]:
+        asyncio.run(beat(sys.argv[2]))
         return 0
+    describe("hostile", __doc__)
     return 0 if asyncio.run(run()) else 1
 
 

@@ -11,6 +11,7 @@ At 4 requests a second more models are active at once than have room, so that th
 import sys
 from collections import defaultdict
 
+from benchmarks.no_options import describe
 from shared import telemetry
 from shared.config import TelemetryConfig
 from simulation.capacity import Capacity
@@ -71,6 +72,7 @@ def starved(requests: tuple[RequestResult, ...]) -> int:
 
 
 def main() -> int:
+    describe("many_models", __doc__)
     telemetry.configure("simulation", TelemetryConfig(log_level="off"))
     limit, met = limit_s(), True
     print(f"{MODELS} models on {NODES} nodes; a swap takes at least {limit:.2f} s")

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
+from benchmarks.no_options import describe
 from services.planner.core.append import append
 from services.planner.core.choose import choose
 from services.planner.core.costs import physical_limit
@@ -139,6 +140,7 @@ def serving() -> None:
 
 
 if __name__ == "__main__":
+    describe("planning", __doc__)
     times()
     growths()
     choices()

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import median
 
+from benchmarks.no_options import describe
 from shared import telemetry
 from shared.config import TelemetryConfig
 from simulation import systems
@@ -79,6 +80,7 @@ def still_s(requests: Sequence[RequestResult], name: str, seconds: float) -> flo
 
 
 def main() -> int:
+    describe("priorities", __doc__)
     telemetry.configure("simulation", TelemetryConfig(log_level="off"))
     print(f"TTFT of {HIGH} in s, alone and beside {LOW}; objective {OBJECTIVE_S:g} s")
     heads = ("p90", "p99", "beside: p90", "p99", "ratio", "low ended", "low still s", "lost")

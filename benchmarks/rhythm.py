@@ -22,6 +22,7 @@ from statistics import median
 
 import msgspec
 
+from benchmarks.no_options import describe
 from services.planner.core.rhythm import History
 from shared import subjects, telemetry
 from shared.bus.memory import MemoryBus
@@ -187,6 +188,7 @@ def learnt() -> bool:
 
 
 def main() -> int:
+    describe("rhythm", __doc__)
     telemetry.configure("simulation", TelemetryConfig(log_level="off"))
     spec = cluster(OBJECTIVE_S)
     first, second = (simulate(spec, load(seed), seed, {}) for seed in (1, 2))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 
+from benchmarks.no_options import describe
 from services.local.cluster import ELECTED, Cluster, ClusterSpec, bus_config
 from shared import subjects
 from shared.bus.base import Bus
@@ -105,4 +106,5 @@ async def main() -> None:
 
 
 if __name__ == "__main__":
+    describe("takeover", __doc__)
     asyncio.run(main())
