@@ -86,7 +86,8 @@ async def check_spans(up: Running, trace: str, nodes: Sequence[NodeId]) -> None:
     assert spans[leader]["name"] == "attempt"
     for node in others:
         assert spans[node]["parent_id"] == spans[leader]["span_id"]
-        assert spans[node]["attributes"]["positions"] >= TOKENS
+        ran = spans[node]["attributes"]["positions"]
+        assert ran >= TOKENS or ran == 0, "nothing, if the leader has gone on alone"
 
 
 async def test_scale_out_under_load_and_back(

@@ -121,13 +121,13 @@ async def test_a_process_that_was_killed_is_replaced(pool: ConfinedPool) -> None
     (process,) = pool._idle
     running = asyncio.ensure_future(run(pool, render(ENDLESS)))
     await asyncio.sleep(0)
-    process.kill()
+    process.child.kill()
     with pytest.raises(LambdaScaleError, match="try again"):
         await running
     assert await run(pool, SAYS) == Done("<s>hi1True")
     (process,) = pool._idle
-    process.kill()
-    await process.wait()
+    process.child.kill()
+    process.child.wait()
     assert await run(pool, SAYS) == Done("<s>hi1True")
 
 
@@ -138,7 +138,7 @@ async def test_processes_end_with_their_pool() -> None:
     running = asyncio.ensure_future(run(pool, render(ENDLESS)))
     await asyncio.sleep(0)
     await pool.close()
-    assert process.returncode is not None
+    assert process.child.returncode is not None
     with pytest.raises(asyncio.CancelledError):
         await running
 
