@@ -22,6 +22,8 @@ from services.gateway.api_error import ApiError
 
 IDLE_S = 75.0
 """A connection on which no request has run for this long is closed."""
+LARGE_BODY = 1 << 16
+"""Bytes from which on a body takes a good part of a millisecond to be decoded."""
 _FULL = ApiError(503, "the gateway has no room for another connection", retry_after=1)
 _FULL_FOR_CLIENT = ApiError(429, "your address has too many connections", retry_after=1)
 _LATE = ApiError(408, "the headers of the request did not arrive in time")
@@ -37,6 +39,9 @@ class Connections:
         self._most_per_client = most_per_client or most
         self.timeout_s = timeout_s
         self._refused = refused
+        self._large = asyncio.Lock()
+        """Held by the large body that comes next: each is given out, and so decoded, in a turn of
+        the loop of its own. Streams have their turns in between."""
         self._open: dict[asyncio.BaseTransport, Connection] = {}
         self._of_client: Counter[str] = Counter()
 
@@ -68,9 +73,14 @@ class Connections:
     async def body(self, request: web.BaseRequest) -> bytes:
         """A request's body. ApiError 408 if it does not arrive in time."""
         if request.content.is_eof():  # it came with the headers, as most do: nothing to wait for
-            return await request.read()
-        async with self.arriving():
-            return await request.read()
+            data = await request.read()
+        else:
+            async with self.arriving():
+                data = await request.read()
+        if len(data) >= LARGE_BODY:
+            async with self._large:
+                await asyncio.sleep(0)
+        return data
 
     @asynccontextmanager
     async def arriving(self) -> AsyncIterator[None]:

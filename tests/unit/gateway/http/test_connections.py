@@ -2,10 +2,13 @@
 
 import asyncio
 import json
+from unittest import mock
 
 import aiohttp
 import pytest
+from aiohttp.test_utils import make_mocked_request
 
+from services.gateway.connections import LARGE_BODY, Connections
 from shared.config import GatewayConfig
 from tests.unit.gateway.http.builders import ASK, post
 from tests.unit.gateway.support import Cluster, replica, running
@@ -125,3 +128,30 @@ async def test_an_answer_may_take_longer_than_clients_may() -> None:
         node.resume.set()
         status, _ = await asked
         assert status == 200
+
+
+async def test_large_bodies_that_come_together_are_decoded_one_at_a_time() -> None:
+    """Together they would hold up everybody's streams for as long as all of them take."""
+    loop = asyncio.get_running_loop()
+    connections = Connections(10, 0, 60.0, lambda: None)
+    turn, given = 0, list[int]()
+
+    async def next_turns() -> None:
+        nonlocal turn
+        while len(given) < 8:
+            turn += 1
+            await asyncio.sleep(0)
+
+    async def one(nbytes: int) -> None:
+        payload = aiohttp.StreamReader(mock.Mock(), 1 << 20, loop=loop)
+        payload.feed_data(b"x" * nbytes)
+        payload.feed_eof()
+        request = make_mocked_request("POST", "/", payload=payload)
+        assert len(await connections.body(request)) == nbytes
+        given.append(turn)
+
+    small = [asyncio.ensure_future(one(10)) for _ in range(4)]
+    large = [asyncio.ensure_future(one(LARGE_BODY)) for _ in range(4)]
+    await asyncio.gather(next_turns(), *small, *large)
+    assert len(set(given[:4])) == 1, "small ones wait for nobody"
+    assert len(set(given[4:])) == 4
