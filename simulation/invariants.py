@@ -222,9 +222,10 @@ class Rest:
         return wrong
 
     def _of_copies(self) -> list[str]:
-        """Models that do not have exactly one copy for each replica, or one copy in memory if there
-        are no replicas and one must exist; at least so many, where copies may sleep. Parts of a
-        model that fits no device are no copy that must exist, and may sleep."""
+        """Models with too few or too many copies in memory. A model needs one copy for each
+        replica, or one in all if it has no replica and the pool must keep a copy. It may have more
+        only where copies may sleep. Of a model that fits no device, one copy of each part may
+        sleep, but none has to."""
         wrong = []
         for name, model in self.ids.items():
             blocks = self.manifests[name].n_blocks

@@ -181,7 +181,11 @@ class _Process:
         except asyncio.CancelledError:
             starting.add_done_callback(lambda done: done.result()[1].close())  # which ends it
             raise
-        return cls(child, *await asyncio.open_connection(sock=ours))
+        try:
+            return cls(child, *await asyncio.open_connection(sock=ours))
+        except BaseException:
+            ours.close()
+            raise
 
     @property
     def lives(self) -> bool:

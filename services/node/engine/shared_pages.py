@@ -149,7 +149,8 @@ class PackedBlocks:
         self._taken[key], self._sizes[key] = taken.tensors, nbytes
 
     def has_room(self, model: ModelId, block: int, nbytes: int) -> bool:
-        """Whether a block of so many bytes is packed, or can be while all that is packed stays."""
+        """Whether a block of so many bytes is packed already, or can be packed while nothing else
+        gives way."""
         return (model, block) in self._taken or sum(self._sizes.values()) + nbytes <= self._most
 
     def expect(self, model: ModelId) -> None:

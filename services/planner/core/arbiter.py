@@ -244,10 +244,12 @@ class _Dealer:
         self._free = {device.node: device.size for device in devices}
         self._places = {c.model: _busiest_first(c) for c in claims}
         """Where each model's replicas are, the busiest first."""
+        self._filled = {c.model: frozenset(self._places[c.model][: c.wants]) for c in claims}
+        """Those of them that the model's load fills."""
         self._stay: Counter[NodeId] = Counter()
         """Bytes on each device of replicas that are filled and not dealt yet."""
         for claim in claims:
-            for node in self._filled(claim):
+            for node in self._filled[claim.model]:
                 self._stay[node] += claim.nbytes
 
     def deal(self, claims: Iterable[Claim], upto: Mapping[ModelId, int]) -> None:
@@ -258,7 +260,7 @@ class _Dealer:
             nodes = self._next(claim)
             for node in nodes:
                 self._free[node] -= claim.nbytes
-                if node in self._filled(claim):
+                if node in self._filled[claim.model]:
                     self._stay[node] -= claim.nbytes
             self.dealt[claim.model].update(nodes)
             if not nodes or len(self.dealt[claim.model]) >= upto[claim.model]:
@@ -280,9 +282,6 @@ class _Dealer:
             others = [n for n in self._free if n not in found and fits(n)]
             found += nsmallest(need - len(found), others, lambda n: self._stay[n] - self._free[n])
         return found if len(found) == need else []
-
-    def _filled(self, claim: Claim) -> list[NodeId]:
-        return self._places[claim.model][: claim.wants]
 
 
 def _busiest_first(claim: Claim) -> list[NodeId]:

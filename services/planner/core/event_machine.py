@@ -261,8 +261,8 @@ class EventMachine(Growing):
         since_s: Sequence[float],
         gained: Collection[int],
     ) -> None:
-        """A target says that it has blocks, and for how long it has had each. Its report may have
-        said so already, of all but those that are `gained`."""
+        """A target says that it has blocks, and for how long it has had each. Those in `gained` are
+        new; a report of the node may have named the others before."""
         if node not in self.targets:
             return
         moved, at, land, counted = 0, self._desk.at, self._trust.land, self._counted

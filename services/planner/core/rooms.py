@@ -69,8 +69,9 @@ class Rooms:
         return promise if other else None
 
     def ask(self, model: ModelId, needs: Sequence[int]) -> Room:
-        """Room for more replicas, each of which lacks so many devices. If there is too little, what
-        should give way is told to, and its room is promised."""
+        """Finds room for more replicas. `needs`: how many devices each of them lacks. If there is
+        too little room, some copies are told to give way, and their room is promised to the model.
+        """
         claims = self._claims(model)
         claimant = next(claim for claim in claims if claim.model == model)
         self._renew(claimant)

@@ -66,7 +66,7 @@ class _Window:
         self._counts: deque[_Count] = deque()
         """At most seconds / MERGE_S + 1 of them."""
         self._requests = 0
-        """Of all counts."""
+        """The requests of all counts together."""
 
     def add(self, count: _Count) -> None:
         """Takes in a further count."""
@@ -74,7 +74,7 @@ class _Window:
         self._requests += count.requests
 
     def more(self, requests: int) -> None:
-        """The last count, which is not MERGE_S old, has become larger by so many requests."""
+        """Takes in that the last count has become larger by so many requests."""
         self._requests += requests
 
     def at(self, now: float) -> int:

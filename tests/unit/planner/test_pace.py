@@ -3,8 +3,8 @@ Under a steady load some requests wait for their first token at any time."""
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
-from services.planner.core.demand import Demand, Policy
 from services.planner.core.replicas import HURRY_S
 from services.planner.core.scaling import Decision, Scaler, decide
 from shared.ids import GatewayId, ModelName
@@ -15,38 +15,22 @@ from tests.unit.planner.scripted import NAME, record
 TICK_S = settings().tick_s
 
 
-class Decisions:
-    """Takes down when it is asked, and decides as usual."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def __call__(
-        self,
-        scaler: Scaler,
-        demand: Demand,
-        policy: Policy,
-        /,
-        *,
-        have: int,
-        coming: int,
-        now: float,
-    ) -> tuple[Scaler, Decision]:
-        self.times.append(now)
-        return decide(scaler, demand, policy, have=have, coming=coming, now=now)
-
-
 def serving() -> tuple[Driver, list[float]]:
     """Node a serves the model, and a decision has just been made. The times of those to come."""
-    decisions = Decisions()
-    driver = Driver(replace(settings(), decide=decisions))
+    times = list[float]()
+
+    def noted(*given: Any, **named: Any) -> tuple[Scaler, Decision]:
+        times.append(named["now"])
+        return decide(*given, **named)
+
+    driver = Driver(replace(settings(), decide=noted))
     driver.join("a")
     driver.publish(record(min_instances=1))
     driver.holds("a")
     say(driver, 50)
     driver.wait(TICK_S)
-    decisions.times.clear()
-    return driver, decisions.times
+    times.clear()
+    return driver, times
 
 
 def say(driver: Driver, prompt_tokens: int, running: int = 1, gateway: str = "gateway-0") -> None:
