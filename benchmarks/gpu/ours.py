@@ -14,8 +14,10 @@ from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.core.kv import whole_pages
 from services.node.core.microbatches import Forward, Path
 from services.node.engine.base import Draw, Row, StagePart
+from services.node.engine.bell import Bell
 from services.node.engine.engine import TorchEngine
 from services.node.execution import activations
+from services.node.execution.sweeps import AT_ONCE_S
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.instances import Stage
@@ -51,6 +53,7 @@ class Ours:
             self.engine.attach(MODEL, index, values.mul_(0.02).view(torch.uint8))
         self._blocks, self._vocab = manifest.n_blocks, config.vocab_size
         self._random = random.Random(0)
+        self._bell = Bell()
 
     def warm_up(self) -> float:
         """Seconds of the warm-up."""
@@ -121,7 +124,7 @@ class Ours:
     def _sweep(self, part: StagePart) -> torch.Tensor | None:
         sweep = self.engine.begin(MODEL)
         number = sweep.join(part)
-        while number not in (left := sweep.advance()):
+        while number not in (left := sweep.advance(AT_ONCE_S, self._bell)):
             pass
         if all(row.draw is None for row in part.rows):
             synchronize()

@@ -73,9 +73,9 @@ async def test_kernels_run_while_a_block_is_on_its_way() -> None:
 
 
 def test_a_device_without_room() -> None:
-    arena = Arena(64 * MIB)
+    arena = Arena(1024 * MIB)
     free, _ = torch.cuda.mem_get_info(CUDA)
-    taken = torch.empty(free - 32 * MIB, dtype=torch.uint8, device=CUDA)
+    taken = torch.empty(free - 512 * MIB, dtype=torch.uint8, device=CUDA)
     with pytest.raises(CapacityExceeded, match=r"cuda:0 has no room.*node\.arena_bytes"):
         DeviceArena(arena.memory, CUDA).__enter__()
     del taken

@@ -7,6 +7,7 @@ larger size and pads the rest. A graph holds the layers of one block, because ro
 sweep between blocks.
 """
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
@@ -112,18 +113,22 @@ class GraphedStep:
         for_s: float = 0.0,
         bell: Bell | None = None,
     ) -> int:
-        """Runs the layers of the first of `blocks` over the rows that `fill` was given. Their
-        results replace `hidden`, [rows, hidden_size]. kv: [layers, slots, 2, kv heads, head_dim].
-        Returns how many blocks were run: one."""
-        if block in self._replays:
-            self._replays[block]()
-        else:
-            # Loads the kernels that are recorded next.
-            layers = next(iter(blocks))
-            self._layers.run_layers(layers, self._hidden, kv)
-            self.record(block, layers, kv)
+        """Launches the layers of `blocks` over the rows that `fill` was given. Their results
+        replace `hidden`, [rows, hidden_size]. kv: [layers, slots, 2, kv heads, head_dim]."""
+        until = time.monotonic() + for_s
+        ran = done = 0
+        for layers in blocks:
+            own = kv[done : done + len(layers)]
+            if replay := self._replays.get(block + ran):
+                replay()
+            else:
+                self._layers.run_layers(layers, self._hidden, own)  # loads the kernels
+                self.record(block + ran, layers, own)
+            ran, done = ran + 1, done + len(layers)
+            if (bell is None or bell.rung) and time.monotonic() >= until:
+                break
         hidden.copy_(self._hidden[: len(hidden)])
-        return 1
+        return ran
 
     def record(self, block: int, layers: Sequence[LayerUnit], kv: torch.Tensor) -> None:
         work = partial(self._layers.run_layers, layers, self._hidden, kv)

@@ -81,7 +81,7 @@ class PagedStep:
         self._cos, self._sin = torch.empty(2, rows, a.head_dim // 2, device=a.device)
         self._dim = _dim(a)
         self._keys = max(LEAST_ROWS, min(64, KEYS_BYTES // (self._dim * a.dtype.itemsize)))
-        self._few_rows = max(LEAST_ROWS, _power_of_2(a.group * (FEW if shape.drafts else 1)))
+        self._few_rows = max(LEAST_ROWS, power_of_2(a.group * (FEW if shape.drafts else 1)))
         self._many_rows = _tile_rows(a)
         self._splits = _splits(a, shape.few)
         parts = (shape.few, a.n_kv_heads, self._few_rows, self._splits)
@@ -146,7 +146,7 @@ class PagedStep:
             HEADS=a.n_heads,
             KV_HEADS=a.n_kv_heads,
             HEAD_DIM=a.head_dim,
-            HALF=_power_of_2(a.head_dim // 2),
+            HALF=power_of_2(a.head_dim // 2),
             TILE=ROTATED_HEADS,
             NORMED=qk_norm is not None,
             num_warps=1,
@@ -225,12 +225,12 @@ def plan_size(rows: int, longest: int) -> int:
 
 def _tile_rows(attention: Attention) -> int:
     rows = QUERIES_BYTES // (_dim(attention) * attention.dtype.itemsize)
-    return max(LEAST_ROWS, min(TILE_ROWS, rows), _power_of_2(attention.group))
+    return max(LEAST_ROWS, min(TILE_ROWS, rows), power_of_2(attention.group))
 
 
 def _dim(attention: Attention) -> int:
     """head_dim, padded to a power of two."""
-    return max(LEAST_ROWS, _power_of_2(attention.head_dim))
+    return max(LEAST_ROWS, power_of_2(attention.head_dim))
 
 
 def _splits(attention: Attention, few: int) -> int:
@@ -248,6 +248,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _power_of_2(n: int) -> int:
+def power_of_2(n: int) -> int:
     """The smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()

@@ -210,6 +210,18 @@ def combine(
 
 
 @triton.jit
+def rms_norm(x, weight, out, eps, width, TILE: tl.constexpr):
+    """out [rows, width] = RMS norm of each row of x [rows, width], times weight [width]. One
+    program for each row. TILE: a power of two that is at least the width."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, TILE)
+    value = tl.load(x + row * width + i, mask=i < width, other=0.0).to(tl.float32)
+    factor = tl.load(weight + i, mask=i < width, other=0.0).to(tl.float32)
+    scaled = value * tl.rsqrt(tl.sum(value * value, 0) / width + eps) * factor
+    tl.store(out + row * width + i, scaled.to(out.dtype.element_ty), mask=i < width)
+
+
+@triton.jit
 def silu_times(gate_up, out, width, TILE: tl.constexpr):
     """out [rows, width] = silu(first half of gate_up [rows, 2 x width]) times its second half."""
     row = tl.program_id(0).to(tl.int64)

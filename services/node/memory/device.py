@@ -175,8 +175,8 @@ class DeviceArena:
     def _open(self) -> None:
         nbytes = len(self._host.view)
         started = time.monotonic()
-        self._link = self._make_link(self._device)
         try:
+            self._link = self._make_link(self._device)
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
         except RuntimeError as error:
             raise CapacityExceeded(
