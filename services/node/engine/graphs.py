@@ -102,7 +102,8 @@ class GraphedStep:
     def fill(self, spans: Sequence[Span], hidden: torch.Tensor) -> None:
         self._attention.fill(spans)
         self._hidden[: len(hidden)].copy_(hidden)
-        self._hidden[len(hidden) :].zero_()
+        if len(hidden) < len(self._hidden):
+            self._hidden[len(hidden) :].zero_()
 
     def run(
         self,

@@ -22,7 +22,6 @@ from services.node.core.kv import PAGE, pages_of
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention, Span
 from services.node.engine.copies import to_device
-from services.node.engine.rope import rotations
 
 FEW = 8
 """The most positions of a row whose keys are divided: a decode step, or one with drafts."""
@@ -78,7 +77,6 @@ class PagedStep:
         a, rows = attention, shape.rows
         # Rows that only pad are multiplied too, and must be finite.
         self._attended = torch.zeros(rows, a.q_size, dtype=a.dtype, device=a.device)
-        self._cos, self._sin = torch.empty(2, rows, a.head_dim // 2, device=a.device)
         self._dim = _dim(a)
         self._keys = max(LEAST_ROWS, min(64, KEYS_BYTES // (self._dim * a.dtype.itemsize)))
         self._few_rows = max(LEAST_ROWS, power_of_2(a.group * (FEW if shape.drafts else 1)))
@@ -118,9 +116,6 @@ class PagedStep:
             self._divide(there)
         else:
             self._plan[: len(there)].copy_(there)
-        cos, sin = rotations(self._positions, self._frequencies)
-        self._cos.copy_(cos[:, 0])
-        self._sin.copy_(sin[:, 0])
 
     def _divide(self, plan: torch.Tensor) -> None:
         rows, shape = self._shape.rows, self._shape
@@ -139,8 +134,8 @@ class PagedStep:
             qkv,
             qkv if qk_norm is None else qk_norm,
             a.norm_eps,
-            self._cos,
-            self._sin,
+            self._positions,
+            self._frequencies,
             self._slots,
             kv,
             HEADS=a.n_heads,

@@ -7,6 +7,7 @@ not matter which rows share a sweep.
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from itertools import takewhile
 from typing import Any
 
@@ -257,7 +258,8 @@ class TorchSweep:
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
             rows = {row.sequence: row for row in part.rows}
-            wanted = [self._missing(row, part, model) for row in rows.values()]
+            layers_from = cache(lambda start: model.layers_with_kv(start, part.stop))
+            wanted = [self._missing(row, part, layers_from) for row in rows.values()]
             self._kv.require(self._model_id, wanted)
         sequences: list[KvSequence] = []
         for row in part.rows:
@@ -279,10 +281,12 @@ class TorchSweep:
             sequences.append(sequence)
         return sequences
 
-    def _missing(self, row: Row, part: StagePart, model: Model) -> tuple[int, int]:
-        """See `KvCache.missing`."""
+    def _missing(
+        self, row: Row, part: StagePart, layers_from: Callable[[int], range]
+    ) -> tuple[int, int]:
+        """See `KvCache.missing`. `layers_from`: the layers from a block to the part's end."""
         sequence, start = self._kv.find(row.sequence), part.start
         if sequence and sequence.runs_on(row, part.start):
             start = sequence.blocks[0]
-        layers = model.layers_with_kv(start, part.stop)
-        return self._kv.missing(sequence, self._model_id, layers, row.position + row.count)
+        end = row.position + row.count
+        return self._kv.missing(sequence, self._model_id, layers_from(start), end)

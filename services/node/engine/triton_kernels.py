@@ -11,13 +11,13 @@ import triton
 import triton.language as tl
 
 
-@triton.jit(do_not_specialize_on_alignment=["cos", "sin", "slots"])
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def rotate_and_store(
     qkv,
     norm,
     eps,
-    cos,
-    sin,
+    positions,
+    frequencies,
     slots,
     kv,
     HEADS: tl.constexpr,
@@ -31,10 +31,10 @@ def rotate_and_store(
     cache together with its values. NORMED: after an RMS norm of each head. One program for each row
     and TILE of its heads (queries', keys', values').
 
-    qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; norm [HEADS + KV_HEADS, HEAD_DIM]; cos, sin [rows,
-    HEAD_DIM / 2] float32; slots [rows], less than 0 for rows that only pad; kv [slots, 2, KV_HEADS,
-    HEAD_DIM]. HALF: a power of two that is at least HEAD_DIM / 2. Dimension i is paired with i +
-    HEAD_DIM / 2.
+    qkv [rows, HEADS + 2 KV_HEADS, HEAD_DIM]; norm [HEADS + KV_HEADS, HEAD_DIM]; positions [rows];
+    frequencies [HEAD_DIM / 2] float32, see rope.inverse_frequencies; slots [rows], less than 0 for
+    rows that only pad; kv [slots, 2, KV_HEADS, HEAD_DIM]. HALF: a power of two that is at least
+    HEAD_DIM / 2. Dimension i is paired with i + HEAD_DIM / 2.
     """
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
@@ -47,8 +47,9 @@ def rotate_and_store(
     low = qkv + row * ((HEADS + 2 * KV_HEADS) * HEAD_DIM) + own
     a = tl.load(low, mask=there, other=0.0).to(tl.float32)
     b = tl.load(low + half, mask=there, other=0.0).to(tl.float32)
-    c = tl.load(cos + row * half + i, mask=i < half, other=0.0)[None, :]
-    s = tl.load(sin + row * half + i, mask=i < half, other=0.0)[None, :]
+    position = tl.load(positions + row).to(tl.float32)
+    angle = position * tl.load(frequencies + i, mask=i < half, other=0.0)
+    c, s = tl.cos(angle)[None, :], tl.sin(angle)[None, :]
     if NORMED:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / HEAD_DIM + eps)[:, None]
         w = tl.load(norm + own, mask=there & turns, other=0.0).to(tl.float32)

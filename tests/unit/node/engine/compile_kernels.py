@@ -35,6 +35,10 @@ SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
     (torch.float32, (28, 4, 128)),
 )
 """(heads, KV heads, head_dim)."""
+KERNELS = (
+    *("rotate_and_store", "attend", "combine", "silu_times", "rms_norm"),
+    "multiply_by_expert",
+)
 STEPS = ([(40, 1), (3, 1)], [(9, 8), (40, 1)], [(0, 70), (9, 1)])
 """(positions before, count) of each sequence: decode steps, drafts, a prefill."""
 POINTERS = {
@@ -85,7 +89,7 @@ class Noted:
 
 def sources() -> Iterator[tuple[str, Source]]:
     found: dict[str, Source] = {}
-    for name in ("rotate_and_store", "attend", "combine", "silu_times", "multiply_by_expert"):
+    for name in KERNELS:
         setattr(kernels, name, Noted(getattr(kernels, name), found))
     for dtype, (heads, kv_heads, dim) in SHAPES:
         attend(dtype, heads, kv_heads, dim)
@@ -106,6 +110,7 @@ def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
         step = paged_step(attention, frequencies, spans)
         step.run(qkv, norm if number else None, kv, 64 if number else 0)
     TritonOps().silu_times(torch.zeros(4, 2 * 14336, dtype=dtype))
+    TritonOps().rms_norm(torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5)
 
 
 def mix(dtype: torch.dtype, rows: int) -> None:
