@@ -80,6 +80,7 @@ class Decoder:
         self.team = team
         self._compiled, self._workspace = compiled, Workspace()
         self.given: WeakKeyDictionary[LayerUnit, Layer] = WeakKeyDictionary()
+        self._fused = fused
         self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
         self.add_experts = gpu_experts() if fused else add_experts
         cached = kv_dtype(dtype, fused or compiled is not None)
@@ -112,7 +113,19 @@ class Decoder:
         if self._compiled is not None:
             return self.planned(plan_step(spans, self.attention.group))
         attention = self.ops.attention(self.attention, self.frequencies, spans)
-        return LayerStep(self, attention, adapted(self.adapters, spans))
+        rows = sum(count for _, _, count in spans)
+        return self.layer_step(attention, rows, adapted(self.adapters, spans))
+
+    def layer_step(
+        self, attention: Attends, rows: int, adapters: Adapted | None = None
+    ) -> "LayerStep":
+        """A step of this many rows, other than by kernels for CPUs."""
+        if self._fused and adapters is None:
+            from services.node.engine import few_rows  # Triton is not installed everywhere
+
+            if few_rows.runs(rows, self.dtype):
+                return few_rows.FewRowsStep(self, attention)
+        return LayerStep(self, attention, adapters)
 
     def planned(self, plan: StepPlan) -> KernelStep:
         assert self._compiled is not None

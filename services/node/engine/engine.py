@@ -82,11 +82,11 @@ class TorchEngine:
             capture = capture or _own_stream(self._device)
         self._capture = capture
         self._step_floor_s = step_floor_s
-        self._form: Form = cpu_weights if self._device.type == "cpu" else "stored"
+        self._form: Form = "stored" if capture else cpu_weights
         compiled = None
-        if self._device.type == "cpu":
-            check_form(cpu_weights)
-            if cpu_weights != "stored":
+        if capture is None:
+            check_form(self._form)
+            if self._form != "stored":
                 compiled = kernels.load()  # compile them now, before a model waits for them
         self._ranks = ranks
         share = ranks.share if ranks else WHOLE

@@ -15,7 +15,7 @@ import torch
 
 from services.node.engine.attention import Span
 from services.node.engine.base import Bell
-from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.decoder import Decoder
 from services.node.engine.paged_attention import PagedStep, StepShape, plan_size
 from services.node.engine.weights import LayerUnit
 
@@ -93,7 +93,7 @@ class GraphedStep:
     def __init__(self, decoder: Decoder, batch: int, plan: torch.Tensor, capture: Capture) -> None:
         shape = StepShape(batch, few=batch)
         self._attention = PagedStep(decoder.attention, decoder.frequencies, shape, plan)
-        self._layers = LayerStep(decoder, self._attention)
+        self._layers = decoder.layer_step(self._attention, batch)
         width = decoder.config.hidden_size
         self._hidden = torch.zeros(batch, width, dtype=decoder.dtype, device=decoder.device)
         self._capture = capture

@@ -104,19 +104,20 @@ def _packs(dtype: torch.dtype, form: Form) -> kernels.Kernels | None:
 
 class Stored:
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        self._weight, self._bias = weight.t(), bias
+        self.weight, self.bias = weight, bias
+        self._weight = weight.t()
 
     def __call__(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         (rows, inputs), dtype = x.shape, dtype or x.dtype
         # ROWS and PITCH give a row the same bits in every batch (attention.py).
         if x.device.type == "cpu" and (rows % ROWS or inputs % PITCH):
             x = functional.pad(x, (0, -inputs % PITCH, 0, -rows % ROWS))[:, :inputs]
-        if self._bias is None:
+        if self.bias is None:
             return torch.mm(x, self._weight)[:rows].to(dtype)
-        return torch.addmm(self._bias, x, self._weight)[:rows].to(dtype)
+        return torch.addmm(self.bias, x, self._weight)[:rows].to(dtype)
 
     def add(self, x: Tensor, to: Tensor) -> None:
-        if x.device.type == "cpu" or self._bias is not None:
+        if x.device.type == "cpu" or self.bias is not None:
             to.add_(self(x))
         else:  # one kernel less
             to.addmm_(x, self._weight)
@@ -124,13 +125,13 @@ class Stored:
 
 class StoredGate:
     def __init__(self, gate_up: Stored, silu_times: Callable[[Tensor], Tensor]) -> None:
-        self._gate_up, self._silu_times = gate_up, silu_times
+        self.gate_up, self._silu_times = gate_up, silu_times
 
     def __call__(self, x: Tensor) -> Tensor:
-        return self._silu_times(self._gate_up(x))
+        return self._silu_times(self.gate_up(x))
 
     def adapted(self, x: Tensor, adapt: Callable[[Tensor], None]) -> Tensor:
-        gate_up = self._gate_up(x)
+        gate_up = self.gate_up(x)
         adapt(gate_up)
         return self._silu_times(gate_up)
 

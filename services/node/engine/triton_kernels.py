@@ -280,3 +280,81 @@ def multiply_by_expert(
         target = out + pair[:, None] * columns + column[None, :]
         there = (place < stop)[:, None] & (column < columns)[None, :]
         tl.store(target, summed.to(out.dtype.element_ty), mask=there)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def multiply_few(
+    x,
+    norm,
+    eps,
+    weight,
+    bias,
+    out,
+    rows,
+    width,
+    columns,
+    NORMED: tl.constexpr,
+    GATED: tl.constexpr,
+    BIASED: tl.constexpr,
+    ADDED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    DEPTH: tl.constexpr,
+):
+    """A product of few rows with a matrix, and what comes before and after it. Its time is that of
+    reading the matrix. One program for each COLUMNS outputs.
+
+    x [rows, width]; weight [columns, width], or if GATED [2 x columns, width], the gates first;
+    bias [the same length], if BIASED; out [rows, columns]. NORMED: of x's RMS norm, times norm
+    [width]; a row's scale is applied to its sums, since it is known only once the whole row was
+    read. GATED: silu(gate) times the other. ADDED: the product is added to what is in `out`.
+    EVEN: width and columns are multiples of DEPTH and COLUMNS. ROWS: a power of two that is at
+    least `rows`.
+    """
+    column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    r = tl.arange(0, ROWS)
+    matrix = weight + column[:, None].to(tl.int64) * width
+    beside = columns.to(tl.int64) * width
+    summed = tl.zeros([COLUMNS, ROWS], tl.float32)
+    second = tl.zeros([COLUMNS, ROWS], tl.float32)
+    squares = tl.zeros([ROWS], tl.float32)
+    for done in range(0, width, DEPTH):
+        d = done + tl.arange(0, DEPTH)
+        wanted, there = (r < rows)[None, :], (column < columns)[:, None]
+        if not EVEN:
+            wanted = wanted & (d < width)[:, None]
+            there = there & (d < width)[None, :]
+        a = tl.load(x + r[None, :] * width + d[:, None], mask=wanted, other=0.0)
+        if EVEN:
+            w = tl.load(matrix + d[None, :])
+        else:
+            w = tl.load(matrix + d[None, :], mask=there, other=0.0)
+        if NORMED:
+            value = a.to(tl.float32)
+            squares += tl.sum(value * value, 0)
+            factor = tl.load(norm + d, mask=d < width, other=0.0).to(tl.float32)
+            a = (value * factor[:, None]).to(x.dtype.element_ty)
+        summed += tl.dot(w, a, input_precision="ieee")
+        if GATED:
+            if EVEN:
+                w = tl.load(matrix + beside + d[None, :])
+            else:
+                w = tl.load(matrix + beside + d[None, :], mask=there, other=0.0)
+            second += tl.dot(w, a, input_precision="ieee")
+    if NORMED:
+        scale = tl.rsqrt(squares / width + eps)[None, :]
+        summed = summed * scale
+        second = second * scale
+    if BIASED:
+        summed += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        if BIASED:
+            other = tl.load(bias + columns + column, mask=column < columns, other=0.0)
+            second += other.to(tl.float32)[:, None]
+        summed = summed / (1.0 + tl.exp(-summed)) * second
+    target = out + r[None, :] * columns + column[:, None]
+    own = (r < rows)[None, :] & (column < columns)[:, None]
+    if ADDED:
+        summed += tl.load(target, mask=own, other=0.0).to(tl.float32)
+    tl.store(target, summed.to(out.dtype.element_ty), mask=own)

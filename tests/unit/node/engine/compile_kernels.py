@@ -20,10 +20,11 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.node.checkpoints.config import ExpertsConfig
-from services.node.engine import triton_experts
+from services.node.engine import few_rows, triton_experts
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention
-from services.node.engine.linear import linear
+from services.node.engine.linear import Stored, StoredGate, linear
+from services.node.engine.ops import TorchOps
 from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
@@ -37,7 +38,7 @@ SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
 """(heads, KV heads, head_dim)."""
 KERNELS = (
     *("rotate_and_store", "attend", "combine", "silu_times", "rms_norm"),
-    "multiply_by_expert",
+    *("multiply_by_expert", "multiply_few"),
 )
 STEPS = ([(40, 1), (3, 1)], [(9, 8), (40, 1)], [(0, 70), (9, 1)])
 """(positions before, count) of each sequence: decode steps, drafts, a prefill."""
@@ -94,6 +95,7 @@ def sources() -> Iterator[tuple[str, Source]]:
     for dtype, (heads, kv_heads, dim) in SHAPES:
         attend(dtype, heads, kv_heads, dim)
         mix(dtype, 512)
+        multiply_few(dtype)
     yield from found.items()
 
 
@@ -111,6 +113,14 @@ def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
         step.run(qkv, norm if number else None, kv, 64 if number else 0)
     TritonOps().silu_times(torch.zeros(4, 2 * 14336, dtype=dtype))
     TritonOps().rms_norm(torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5)
+
+
+def multiply_few(dtype: torch.dtype) -> None:
+    x, norm = torch.zeros(3, 512, dtype=dtype), torch.zeros(512, dtype=dtype)
+    matrix = Stored(torch.zeros(64, 512, dtype=dtype), None)
+    few_rows.normed_product(x, norm, 1e-5, matrix)
+    few_rows.gated_product(x, norm, 1e-5, StoredGate(matrix, TorchOps().silu_times))
+    few_rows.add_product(x, matrix, torch.zeros(3, 64, dtype=dtype))
 
 
 def mix(dtype: torch.dtype, rows: int) -> None:
