@@ -2,6 +2,7 @@
 no figure that was told before."""
 
 import multiprocessing
+import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -41,6 +42,7 @@ def measured(
 
 
 def _tell(figures: Figures, shape: str, device: str, runs: int, to: Connection) -> None:
+    sys.stdout = sys.stderr  # logs are not among the figures
     try:
         for figure in figures(shape, device, runs):
             to.send(figure)

@@ -3,10 +3,9 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from benchmarks.gpu.scale import raw_config, scale_of
-from services.node.checkpoints.config import EMBEDDING, HEAD, ModelConfig
+from benchmarks.gpu.scale import Sizes, raw_config, scale_of
+from services.node.checkpoints.config import ModelConfig
 
-ITEMSIZE = 2
 TOKENS_PER_S, MILLISECONDS = "tokens/s", "ms"
 OF_MEMORY = 0.75
 OF_PRODUCT = 0.55
@@ -60,25 +59,6 @@ class Case:
             "limit": _rounded(self.limit),
             "of_limit": _rounded(self.share),
         }
-
-
-class Sizes:
-    """Sizes of a model in bf16."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        sizes: dict[str, int] = {}
-        for unit in range(config.n_units):
-            for tensor, shape in config.unit_tensors(unit).items():
-                size = 1
-                for length in shape:
-                    size *= length
-                sizes[tensor] = size
-        self.read = ITEMSIZE * (sum(sizes.values()) - sizes[EMBEDDING])
-        """Bytes of weights that a decode step reads: all but the embedding's."""
-        self.multiplied = self.read // ITEMSIZE - sizes[HEAD]
-        """Weights that each position of a prefill is multiplied with."""
-        self.position = ITEMSIZE * 2 * config.n_layers * config.n_kv_heads * config.head_dim
-        """Bytes of a position's KV."""
 
 
 def of_device(limits: Figures) -> Iterator[Case]:

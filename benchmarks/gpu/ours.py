@@ -8,13 +8,14 @@ from statistics import median
 import msgspec
 import torch
 
-from benchmarks.gpu.scale import raw_config, scale_of
+from benchmarks.gpu.scale import Sizes, raw_config, scale_of
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.packing import UnitTensor, lay_out
 from services.node.core.kv import whole_pages
 from services.node.core.microbatches import Forward, Path
 from services.node.engine.base import Draw, Row, StagePart
 from services.node.engine.bell import Bell
+from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
 from services.node.execution import activations
 from services.node.execution.sweeps import AT_ONCE_S
@@ -46,7 +47,9 @@ class Ours:
         scale = self._scale
         each = whole_pages(scale.batch_prompt + scale.steps)
         # Sequences that are divided into two stages have pages for each stage.
-        self.engine = TorchEngine(str(device), 2 * (scale.context + scale.batch * each), threads=0)
+        positions = 2 * (scale.context + scale.batch * each)
+        room = KvBudget(positions * Sizes(config).position)
+        self.engine = TorchEngine(str(device), room, threads=0)
         self.engine.open_model(MODEL, manifest)
         for index, block in enumerate(manifest.blocks):
             values = torch.randn(-(-block.nbytes // 2), dtype=torch.bfloat16, device=device)

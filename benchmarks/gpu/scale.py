@@ -3,6 +3,9 @@
 from dataclasses import dataclass
 from typing import Any
 
+from services.node.checkpoints.config import EMBEDDING, HEAD, ModelConfig
+
+ITEMSIZE = 2
 SHAPES: dict[str, dict[str, int]] = {
     "llama-3-8b": {
         "hidden_size": 4096,
@@ -78,3 +81,22 @@ def raw_config(name: str) -> dict[str, Any]:
         "torch_dtype": "bfloat16",
         **SHAPES[name],
     }
+
+
+class Sizes:
+    """Sizes of a model in bf16."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        sizes: dict[str, int] = {}
+        for unit in range(config.n_units):
+            for tensor, shape in config.unit_tensors(unit).items():
+                size = 1
+                for length in shape:
+                    size *= length
+                sizes[tensor] = size
+        self.read = ITEMSIZE * (sum(sizes.values()) - sizes[EMBEDDING])
+        """Bytes of weights that a decode step reads: all but the embedding's."""
+        self.multiplied = self.read // ITEMSIZE - sizes[HEAD]
+        """Weights that each position of a prefill is multiplied with."""
+        self.position = ITEMSIZE * 2 * config.n_layers * config.n_kv_heads * config.head_dim
+        """Bytes of a position's KV."""

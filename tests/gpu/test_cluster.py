@@ -1,7 +1,4 @@
-"""Two nodes on one GPU, each a process of its own, and all services around them.
-
-What is here has run on CPUs only, as tests/integration/test_cluster.py.
-"""
+"""Two nodes on one GPU, each a process of its own, and all services around them."""
 
 from pathlib import Path
 

@@ -1,8 +1,7 @@
 """The engine on a GPU, and a node around it.
 
 The kernels beside the CPU's attention: tests/unit/node/engine/test_paged_attention.py, which is
-compiled and run on the GPU where there is one. What is here has not been run yet: no GPU was there
-when it was written.
+compiled and run on the GPU where there is one.
 """
 
 import random
@@ -19,6 +18,7 @@ import torch
 
 from services.local.demo_model import make_checkpoint
 from services.node.engine.base import Draw, Row
+from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
 from services.node.engine.sampling import sample
 from services.node.engine.warmup import RANDOM
@@ -90,7 +90,7 @@ class Batch:
     def _row(self, number: int) -> Row:
         done = self._done[number]
         plain = row(f"s{number}", done, self.tokens[number][done:])
-        return replace(plain, draw=Draw(done, self._sampling))
+        return msgspec.structs.replace(plain, draw=Draw(done, self._sampling))
 
 
 @pytest.mark.parametrize("changes", FAMILIES, ids=str)
@@ -172,9 +172,9 @@ def test_the_classes_of_transformers(dtype: str, logits: Logits) -> None:
     images = [image(seed) for seed in range(5)]
     rows = [image_row(f"s{number}", one) for number, one in enumerate(images)]
     run(engine, part(rows, 0, model.n_blocks))
-    later = [replace(one, sequence=f"{one.sequence}, later") for one in rows]
+    later = [msgspec.structs.replace(one, sequence=f"{one.sequence}, later") for one in rows]
     hidden = run(engine, part(later, 0, 3)).hidden
-    later = [replace(one, tokens=(), image=b"") for one in later]
+    later = [msgspec.structs.replace(one, tokens=(), image=b"") for one in later]
     engine.free(tuple(one.sequence for one in later))
     run(engine, part(later, 3, model.n_blocks, hidden))
     got, expected = logits.take().cpu(), expected_logits(model, images).repeat(2, 1)
@@ -231,7 +231,7 @@ def test_graphs_are_recorded_while_another_thread_uses_cuda() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_warm_up_is_a_few_pieces_and_leaves_nothing(dtype: str) -> None:
     model = make_model(dtype=dtype)
-    engine = TorchEngine("cuda:0", 1024, threads=1)
+    engine = TorchEngine("cuda:0", KvBudget(1 << 24), threads=1)
     engine.open_model(MODEL, model.manifest)
     before = torch.cuda.memory_allocated(CUDA)
     assert len(list(engine.warm_up(MODEL))) > 1
@@ -274,6 +274,7 @@ async def test_a_node_on_a_gpu_says_what_one_on_a_cpu_says(tmp_path: Path) -> No
         assert await up.generate("b", "a", request="the other way") == tokens
         await up.release("b", keep=Tier.HOST)
         await up.apply("b", {}, event="ev-3")
+        await up.until_arrived("b", ALL, "ev-3")
         assert await up.generate("b", request="awake") == tokens
         await up.release("b")
         await up.nothing_leaked("b")

@@ -120,11 +120,10 @@ class Decoder:
         self, attention: Attends, rows: int, adapters: Adapted | None = None
     ) -> "LayerStep":
         """A step of this many rows, other than by kernels for CPUs."""
-        if self._fused and adapters is None:
-            from services.node.engine import few_rows  # Triton is not installed everywhere
+        if self._fused and rows == 1 and adapters is None:
+            from services.node.engine.one_row import OneRowStep  # needs Triton
 
-            if few_rows.runs(rows, self.dtype):
-                return few_rows.FewRowsStep(self, attention)
+            return OneRowStep(self, attention)
         return LayerStep(self, attention, adapters)
 
     def planned(self, plan: StepPlan) -> KernelStep:

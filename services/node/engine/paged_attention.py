@@ -148,6 +148,7 @@ class PagedStep:
         )
         if shape.few:
             self._attend(qkv, kv, window, self._few, self._few_rows, self._splits)
+        if self._splits > 1:
             kernels.combine[shape.few, a.n_kv_heads, self._few_rows](
                 self._partial,
                 self._weight,
@@ -162,7 +163,7 @@ class PagedStep:
                 MOST_SPLITS=MOST_SPLITS,
             )
         if shape.many:
-            self._attend(qkv, kv, window, self._many, self._many_rows, 0)
+            self._attend(qkv, kv, window, self._many, self._many_rows, 1)
         return self._attended
 
     def _attend(
@@ -174,9 +175,9 @@ class PagedStep:
         rows: int,
         splits: int,
     ) -> None:
-        """`splits`: into how many parts the keys are divided; 0: not at all."""
+        """`splits`: into how many parts the keys are divided."""
         a = self._attention
-        kernels.attend[len(tiles) // _TILE, a.n_kv_heads, splits or 1](
+        kernels.attend[len(tiles) // _TILE, a.n_kv_heads, splits](
             qkv,
             kv,
             self._attended,
@@ -193,7 +194,7 @@ class PagedStep:
             ROWS=rows,
             KEYS=self._keys,
             DIM=self._dim,
-            DIVIDED=bool(splits),
+            DIVIDED=splits > 1,
             num_warps=8 if rows > LEAST_ROWS * 4 else 4,
             num_stages=2,
         )

@@ -26,6 +26,7 @@ from shared.errors import BadInput, LambdaScaleError, ModelError
 from shared.messages.serving import Logprobs, Sampling
 
 Weights = npt.NDArray[np.float64]
+_64 = 2**64 - 1
 Largest = Callable[[torch.Tensor], torch.Tensor]
 
 
@@ -122,7 +123,7 @@ def _draw_there(
     at = to_device(torch.tensor(random), logits.device)
     samplings = [draws[row].sampling for row in random]
     chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in random]
-    found = device_sampling.draw(logits[at], samplings, chances)
+    found = device_sampling.draw(logits, random, samplings, chances)
     ids[at] = found.where(ids[at] >= 0, -1)
 
 
@@ -149,9 +150,16 @@ def _score_there(
 
 
 def uniform(seed: int, index: int) -> float:
-    """A number in [0, 1) with 53 random bits."""
-    generator = np.random.Philox(key=seed % 2**64, counter=index)
-    return float(int(generator.random_raw()) >> 11) * 2.0**-53
+    """A number in [0, 1) with 53 random bits: the first that numpy's Philox gives, in a third of
+    the time that it takes to make numpy's generator."""
+    key, other = seed & _64, 0
+    a, b, c, d = index + 1 & _64, index + 1 >> 64, 0, 0
+    for _ in range(10):
+        first, second = a * 0xD2E7470EE14C6C93, c * 0xCA5A826395121157
+        a, b = second >> 64 ^ b ^ key, second & _64
+        c, d = first >> 64 ^ d ^ other, first & _64
+        key, other = key + 0x9E3779B97F4A7C15 & _64, other + 0xBB67AE8584CAA73B & _64
+    return (a >> 11) * 2.0**-53
 
 
 def _is_plain(sampling: Sampling) -> bool:

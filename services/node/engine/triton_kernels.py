@@ -282,15 +282,164 @@ def multiply_by_expert(
         tl.store(target, summed.to(out.dtype.element_ty), mask=there)
 
 
-@triton.jit(do_not_specialize=["rows"])
-def multiply_few(
+@triton.jit
+def draw_token(logits, numbers, drawn, vocab, TILE: tl.constexpr):
+    """Draws a token from a row of logits [rows, vocab], after the cuts by min-p, top-k and top-p.
+    One program for each draw.
+
+    numbers [draws, 6] float64: the row, its temperature, min_p, top_k (`vocab` for all), top_p and
+    the random number in [0, 1). drawn [draws] int64.
+
+    Every cut is a border: what is above stays, and of the tokens that equal it the first ones do.
+    Borders are found by search among the logits' bits (`_border`), in place of a sort.
+    """
+    own = numbers + tl.program_id(0) * 6
+    row = logits + tl.load(own).to(tl.int64) * vocab
+    temperature = tl.maximum(tl.load(own + 1).to(tl.float32), 1e-30)
+    min_p = tl.load(own + 2).to(tl.float32)
+    top_k, top_p, chance = tl.load(own + 3), tl.load(own + 4), tl.load(own + 5)
+    i = tl.arange(0, TILE)
+
+    most = tl.full([TILE], float("-inf"), tl.float32)
+    for at in tl.range(0, vocab, TILE, num_stages=3):
+        most = tl.maximum(most, tl.load(row + at + i, mask=at + i < vocab, other=float("-inf")))
+    highest = tl.max(most, 0)
+    # What is drawn from a row of infinite numbers is not used.
+    highest = tl.where(tl.abs(highest) == float("inf"), 0.0, highest)
+
+    border = tl.full([], -(1 << 31), tl.int64)
+    if top_k < vocab:
+        border = _border(
+            row, vocab, highest, temperature, min_p, border, top_k, COUNTED=True, TILE=TILE
+        )
+    above, above_weight, equal, weight = _divided(
+        row, vocab, highest, temperature, min_p, border, TILE=TILE
+    )
+    room = tl.minimum(equal, tl.maximum(top_k - above, 0.0))
+    total = above_weight + room * weight
+    if top_p < 1.0:
+        cut, share = border, tl.maximum(top_p * total, 1e-30)  # at least the best token stays
+        # Tokens that weigh less than this do not weigh 1 - top_p together.
+        light = (0.5 * (1.0 - top_p) * total / vocab).to(tl.float32)
+        least = _key(highest + temperature * tl.log(light)).to(tl.int64)
+        border = _border(
+            row, vocab, highest, temperature, min_p, tl.maximum(cut, least), share,
+            COUNTED=False, TILE=TILE,
+        )  # fmt: skip
+        above, above_weight, equal, weight = _divided(
+            row, vocab, highest, temperature, min_p, border, TILE=TILE
+        )
+        # The fewest that reach the share; never more than top-k leaves.
+        fewest = tl.ceil((share - above_weight) / weight)
+        room = tl.minimum(fewest, tl.where(border == cut, room, equal))
+        total = above_weight + room * weight
+
+    target = chance * total
+    found = tl.full([], -1, tl.int64)
+    last = tl.full([], 0, tl.int64)
+    before = tl.full([], 0.0, tl.float64)
+    equals = tl.full([], 0.0, tl.float64)
+    for at in range(0, vocab, TILE):
+        if found < 0:
+            keys, weights = _weighed(row, vocab, at, highest, temperature, min_p, TILE=TILE)
+            same = keys == border
+            there = tl.sum(same.to(tl.float32), 0).to(tl.float64)
+            left = room - equals
+            if left < there:  # not all of them
+                late = tl.cumsum(same.to(tl.float32), 0) > left.to(tl.float32)
+                weights = tl.where(same & late, 0.0, weights)
+            weights = tl.where(keys >= border, weights, 0.0)
+            sum = tl.sum(weights, 0).to(tl.float64)
+            last = tl.maximum(last, tl.max(tl.where(weights > 0, at + i, 0), 0).to(tl.int64))
+            if before + sum > target:
+                reached = tl.cumsum(weights, 0).to(tl.float64) + before > target
+                token = tl.min(tl.where(reached & (weights > 0), at + i, vocab), 0).to(tl.int64)
+                found = tl.where(token < vocab, token, found)
+            before += sum
+            equals += there
+    # Rounding may have the number reach the total.
+    tl.store(drawn + tl.program_id(0), tl.where(found < 0, last, found))
+
+
+@triton.jit
+def _key(logit):
+    """An int32 in the order of the numbers."""
+    bits = tl.where(logit == 0.0, 0.0, logit).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    # Negative numbers, other than integers, are larger the smaller the rest of their bits is.
+    return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+
+
+@triton.jit
+def _weighed(row, vocab, at, highest, temperature, min_p, TILE: tl.constexpr):
+    """The keys and weights of a tile. The highest logit weighs 1; less than min_p is 0. What is not
+    there has the least key."""
+    i = at + tl.arange(0, TILE)
+    logit = tl.load(row + i, mask=i < vocab, other=float("-inf"))
+    weights = tl.exp((logit - highest) / temperature)
+    keys = tl.where(i < vocab, _key(logit), -(1 << 31))
+    return keys, tl.where(weights >= min_p, weights, 0.0)
+
+
+@triton.jit
+def _border(
+    row, vocab, highest, temperature, min_p, least, goal, COUNTED: tl.constexpr, TILE: tl.constexpr
+):
+    """The largest key from `least` on, such that the tokens with this key or larger ones are at
+    least `goal` (COUNTED), or weigh that much. Each pass leaves a quarter of the range."""
+    low, high = least, tl.full([], 1 << 31, tl.int64)
+    while high - low > 1:
+        step = (high - low + 3) // 4
+        first = tl.minimum(low + step, (1 << 31) - 1).to(tl.int32)
+        second = tl.minimum(low + 2 * step, (1 << 31) - 1).to(tl.int32)
+        third = tl.minimum(low + 3 * step, (1 << 31) - 1).to(tl.int32)
+        from_first = tl.zeros([TILE], tl.float32)
+        from_second = tl.zeros([TILE], tl.float32)
+        from_third = tl.zeros([TILE], tl.float32)
+        for at in tl.range(0, vocab, TILE, num_stages=3):
+            keys, weights = _weighed(row, vocab, at, highest, temperature, min_p, TILE=TILE)
+            if COUNTED:
+                weights = tl.full([TILE], 1.0, tl.float32)
+            from_first += tl.where(keys >= first, weights, 0.0)
+            from_second += tl.where(keys >= second, weights, 0.0)
+            from_third += tl.where(keys >= third, weights, 0.0)
+        passed = (tl.sum(from_first, 0).to(tl.float64) >= goal).to(tl.int64)
+        passed += (tl.sum(from_second, 0).to(tl.float64) >= goal).to(tl.int64)
+        passed += (tl.sum(from_third, 0).to(tl.float64) >= goal).to(tl.int64)
+        low = low + step * passed
+        high = tl.minimum(high, low + step)
+    return low
+
+
+@triton.jit
+def _divided(row, vocab, highest, temperature, min_p, border, TILE: tl.constexpr):
+    """(number and weight of the tokens above the border, number of those on it, weight of one)."""
+    above = tl.zeros([TILE], tl.float32)
+    above_weight = tl.zeros([TILE], tl.float32)
+    equal = tl.zeros([TILE], tl.float32)
+    one = tl.zeros([TILE], tl.float32)
+    for at in tl.range(0, vocab, TILE, num_stages=3):
+        keys, weights = _weighed(row, vocab, at, highest, temperature, min_p, TILE=TILE)
+        over, on = keys > border, keys == border
+        above += over.to(tl.float32)
+        above_weight += tl.where(over, weights, 0.0)
+        equal += on.to(tl.float32)
+        one = tl.maximum(one, tl.where(on, weights, 0.0))
+    return (
+        tl.sum(above, 0).to(tl.float64),
+        tl.sum(above_weight, 0).to(tl.float64),
+        tl.sum(equal, 0).to(tl.float64),
+        tl.max(one, 0).to(tl.float64),
+    )
+
+
+@triton.jit
+def multiply_row(
     x,
     norm,
     eps,
     weight,
     bias,
     out,
-    rows,
     width,
     columns,
     NORMED: tl.constexpr,
@@ -298,63 +447,58 @@ def multiply_few(
     BIASED: tl.constexpr,
     ADDED: tl.constexpr,
     EVEN: tl.constexpr,
-    ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     DEPTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):
-    """A product of few rows with a matrix, and what comes before and after it. Its time is that of
+    """The product of one row with a matrix, and what comes before and after it. Its time is that of
     reading the matrix. One program for each COLUMNS outputs.
 
-    x [rows, width]; weight [columns, width], or if GATED [2 x columns, width], the gates first;
-    bias [the same length], if BIASED; out [rows, columns]. NORMED: of x's RMS norm, times norm
-    [width]; a row's scale is applied to its sums, since it is known only once the whole row was
-    read. GATED: silu(gate) times the other. ADDED: the product is added to what is in `out`.
-    EVEN: width and columns are multiples of DEPTH and COLUMNS. ROWS: a power of two that is at
-    least `rows`.
+    x [width]; weight [columns, width], or if GATED [2 x columns, width], the gates first; bias [the
+    same length], if BIASED; out [columns]. NORMED: of x's RMS norm, times norm [width]; the scale
+    is applied to the sums, since it is known only once the whole row was read. GATED: silu(gate)
+    times the other. ADDED: the product is added to what is in `out`. EVEN: width and columns are
+    multiples of DEPTH and COLUMNS. DEPTH of the width are read at a time, and
+    STAGES ahead.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    r = tl.arange(0, ROWS)
     matrix = weight + column[:, None].to(tl.int64) * width
-    beside = columns.to(tl.int64) * width
-    summed = tl.zeros([COLUMNS, ROWS], tl.float32)
-    second = tl.zeros([COLUMNS, ROWS], tl.float32)
-    squares = tl.zeros([ROWS], tl.float32)
-    for done in range(0, width, DEPTH):
+    beside = tl.cast(columns, tl.int64) * width
+    summed = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    second = tl.zeros([COLUMNS, DEPTH], tl.float32)
+    squares = tl.zeros([DEPTH], tl.float32)
+    for done in tl.range(0, width, DEPTH, num_stages=STAGES):
         d = done + tl.arange(0, DEPTH)
-        wanted, there = (r < rows)[None, :], (column < columns)[:, None]
-        if not EVEN:
-            wanted = wanted & (d < width)[:, None]
-            there = there & (d < width)[None, :]
-        a = tl.load(x + r[None, :] * width + d[:, None], mask=wanted, other=0.0)
         if EVEN:
-            w = tl.load(matrix + d[None, :])
+            a = tl.load(x + d).to(tl.float32)
+            w = tl.load(matrix + d[None, :]).to(tl.float32)
         else:
-            w = tl.load(matrix + d[None, :], mask=there, other=0.0)
+            there = (column < columns)[:, None] & (d < width)[None, :]
+            a = tl.load(x + d, mask=d < width, other=0.0).to(tl.float32)
+            w = tl.load(matrix + d[None, :], mask=there, other=0.0).to(tl.float32)
         if NORMED:
-            value = a.to(tl.float32)
-            squares += tl.sum(value * value, 0)
-            factor = tl.load(norm + d, mask=d < width, other=0.0).to(tl.float32)
-            a = (value * factor[:, None]).to(x.dtype.element_ty)
-        summed += tl.dot(w, a, input_precision="ieee")
+            squares += a * a
+            a = a * tl.load(norm + d, mask=d < width, other=0.0).to(tl.float32)
+        summed += w * a[None, :]
         if GATED:
             if EVEN:
-                w = tl.load(matrix + beside + d[None, :])
+                v = tl.load(matrix + beside + d[None, :]).to(tl.float32)
             else:
-                w = tl.load(matrix + beside + d[None, :], mask=there, other=0.0)
-            second += tl.dot(w, a, input_precision="ieee")
+                v = tl.load(matrix + beside + d[None, :], mask=there, other=0.0).to(tl.float32)
+            second += v * a[None, :]
+    total = tl.sum(summed, 1)
+    other = tl.sum(second, 1)
     if NORMED:
-        scale = tl.rsqrt(squares / width + eps)[None, :]
-        summed = summed * scale
-        second = second * scale
+        scale = tl.rsqrt(tl.sum(squares, 0) / width + eps)
+        total = total * scale
+        other = other * scale
+    own = column < columns
     if BIASED:
-        summed += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[:, None]
+        total += tl.load(bias + column, mask=own, other=0.0).to(tl.float32)
     if GATED:
         if BIASED:
-            other = tl.load(bias + columns + column, mask=column < columns, other=0.0)
-            second += other.to(tl.float32)[:, None]
-        summed = summed / (1.0 + tl.exp(-summed)) * second
-    target = out + r[None, :] * columns + column[:, None]
-    own = (r < rows)[None, :] & (column < columns)[:, None]
+            other += tl.load(bias + columns + column, mask=own, other=0.0).to(tl.float32)
+        total = total / (1.0 + tl.exp(-total)) * other
     if ADDED:
-        summed += tl.load(target, mask=own, other=0.0).to(tl.float32)
-    tl.store(target, summed.to(out.dtype.element_ty), mask=own)
+        total += tl.load(out + column, mask=own, other=0.0).to(tl.float32)
+    tl.store(out + column, total.to(out.dtype.element_ty), mask=own)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from services.node.checkpoints.config import ExpertsConfig
-from services.node.engine import few_rows, triton_experts
+from services.node.engine import device_sampling, one_row, triton_experts
 from services.node.engine import triton_kernels as kernels
 from services.node.engine.attention import Attention
 from services.node.engine.linear import Stored, StoredGate, linear
@@ -28,6 +28,7 @@ from services.node.engine.ops import TorchOps
 from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
+from shared.messages.serving import Sampling
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
 SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
@@ -38,11 +39,12 @@ SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
 """(heads, KV heads, head_dim)."""
 KERNELS = (
     *("rotate_and_store", "attend", "combine", "silu_times", "rms_norm"),
-    *("multiply_by_expert", "multiply_few"),
+    *("multiply_by_expert", "multiply_row", "draw_token"),
 )
 STEPS = ([(40, 1), (3, 1)], [(9, 8), (40, 1)], [(0, 70), (9, 1)])
 """(positions before, count) of each sequence: decode steps, drafts, a prefill."""
 POINTERS = {
+    torch.float64: "*fp64",
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
@@ -95,7 +97,8 @@ def sources() -> Iterator[tuple[str, Source]]:
     for dtype, (heads, kv_heads, dim) in SHAPES:
         attend(dtype, heads, kv_heads, dim)
         mix(dtype, 512)
-        multiply_few(dtype)
+        multiply_row(dtype)
+    device_sampling.draw(torch.zeros(1, 1000), [0], [Sampling(temperature=1.0)], [0.5])
     yield from found.items()
 
 
@@ -115,12 +118,12 @@ def attend(dtype: torch.dtype, heads: int, kv_heads: int, dim: int) -> None:
     TritonOps().rms_norm(torch.zeros(4, 4096, dtype=dtype), torch.zeros(4096, dtype=dtype), 1e-5)
 
 
-def multiply_few(dtype: torch.dtype) -> None:
-    x, norm = torch.zeros(3, 512, dtype=dtype), torch.zeros(512, dtype=dtype)
+def multiply_row(dtype: torch.dtype) -> None:
+    x, norm = torch.zeros(1, 512, dtype=dtype), torch.zeros(512, dtype=dtype)
     matrix = Stored(torch.zeros(64, 512, dtype=dtype), None)
-    few_rows.normed_product(x, norm, 1e-5, matrix)
-    few_rows.gated_product(x, norm, 1e-5, StoredGate(matrix, TorchOps().silu_times))
-    few_rows.add_product(x, matrix, torch.zeros(3, 64, dtype=dtype))
+    one_row.normed_product(x, norm, 1e-5, matrix)
+    one_row.gated_product(x, norm, 1e-5, StoredGate(matrix, TorchOps().silu_times))
+    one_row.add_product(x, matrix, torch.zeros(1, 64, dtype=dtype))
 
 
 def mix(dtype: torch.dtype, rows: int) -> None:
