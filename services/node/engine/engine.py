@@ -52,8 +52,6 @@ class TorchEngine:
 
     On `cuda`, blocks are attached where they lie on the device (services/node/memory/device.py) and
     run by fused kernels, decode steps as CUDA graphs. The promise about bits does not hold there.
-    This path has not run on a GPU yet: its kernels and buffers were tested on a CPU, in Triton's
-    interpreter.
     """
 
     def __init__(
