@@ -5,7 +5,7 @@ its end, and calls run at once, as they do in the thread while a step waits for 
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -116,7 +116,18 @@ class ModelledWorker:
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Does nothing: simulated tokens are no text."""
 
-    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+    async def attach(
+        self, model_id: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
+        failed: dict[int, BaseException] = {}
+        for block, buffer in blocks.items():
+            try:
+                await self._attach(model_id, block, buffer)
+            except Exception as error:  # the block's boundary
+                failed[block] = error
+        return failed
+
+    async def _attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
         key = model_id, block
         last = self._attached.get(key)
         if key in self._asleep and last is not None and last() is buffer:

@@ -215,7 +215,7 @@ class _Process:
                 for block in range(spec.start, spec.stop):
                     buffer = arena.allocate(manifest.blocks[block].nbytes).memory
                     Store(spec.store).fill(spec.model, block, buffer)
-                    await worker.attach(spec.model, block, buffer)
+                    assert not await worker.attach(spec.model, {block: buffer})
                 self._pipe.send(data.address)
                 await self._serve(worker)
             finally:

@@ -140,7 +140,7 @@ class Cluster:
         worker.start()
         await worker.open_model(MODEL, self._manifest)
         for block in holds:
-            await worker.attach(MODEL, block, memoryview(self._buffers[block]))
+            assert not await worker.attach(MODEL, {block: memoryview(self._buffers[block])})
         return worker
 
     def gate(self, node: str, request: str, index: int, block: int | None = None) -> Gate:

@@ -9,7 +9,8 @@ the next sweep. With nothing to run it sleeps.
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from queue import SimpleQueue
 
 from services.node.core.handover import Worth
@@ -165,13 +166,34 @@ class Worker:
         """Requests with grammars can be served from now on."""
         self._post(lambda steps: steps.use_tokenizer(model_id, tokenizer_json))
 
-    async def attach(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
-        """Once this returns, the block can be run. If the engine computes on a device, the block's
-        bytes are copied there while it runs other blocks."""
-        weights: Weights = buffer
-        if self._device is not None:
-            weights = await self._on_device(self._device, model_id, block, buffer)
-        await self._ask(lambda steps: steps.attach(model_id, block, weights))
+    async def attach(
+        self, model_id: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
+        """Once this returns, the blocks can be run, but for those that are returned, each with what
+        is wrong. Between two of them, what runs has a step. If the engine computes on a device,
+        their bytes are copied there while it runs other blocks."""
+        failed: dict[int, BaseException] = {}
+
+        def attach(block: int, weights: Weights) -> Call:
+            def call(steps: Steps) -> None:
+                try:
+                    steps.attach(model_id, block, weights)
+                except BaseException as error:  # handed on to the caller; the thread goes on
+                    failed[block] = error
+
+            return call
+
+        if self._device is None:
+            await self._ask(*(attach(block, buffer) for block, buffer in blocks.items()))
+            return failed
+        for block, buffer in blocks.items():
+            try:
+                weights = await self._on_device(self._device, model_id, block, buffer)
+            except Exception as error:  # the block's boundary
+                failed[block] = error
+            else:
+                await self._ask(attach(block, weights))
+        return failed
 
     async def prepare(
         self, model_id: ModelId, manifest: Manifest, block: int, buffer: memoryview
@@ -279,18 +301,23 @@ class Worker:
     def _post_back(self, call: Callable[[], None]) -> None:
         self._post(_call(call))
 
-    async def _ask(self, act: Call) -> None:
-        """Runs `act` on the engine thread; its error is raised here."""
+    async def _ask(self, *acts: Call) -> None:
+        """Runs `acts` on the engine thread, in turn with the steps of what runs there. The first
+        error ends that, and is raised here."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[None] = loop.create_future()
+        left = deque(acts)
 
         def call(steps: Steps) -> None:
             try:
-                act(steps)
+                left.popleft()(steps)
             except BaseException as error:  # handed on to the caller; the thread goes on
                 loop.call_soon_threadsafe(_settle, answer, error)
             else:
-                loop.call_soon_threadsafe(_settle, answer, None)
+                if left:
+                    self._post(call)
+                else:
+                    loop.call_soon_threadsafe(_settle, answer, None)
 
         self._asked.add(answer)
         try:

@@ -207,14 +207,16 @@ class Hosting:
             own = asked if cached else plan.promote
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             await self._reports.follow(plan)
-            # First: the bytes are on their way while the engine opens the model.
+            # First: the bytes are on their way while the engine opens the model, for which its
+            # thread keeps Python's lock.
             await self._data.apply(
                 plan.model_id, followed, pulls, addresses, space, capability=plan.capability
             )
             _tell_pulls(hosted, plan, pulls)
             missing = sorted(block for block in own if block not in held)
             if missing:
-                self._promote(followed, hosted, missing)
+                self._promote(followed, hosted, missing, pulled=space is None)
+                await asyncio.sleep(0)  # it begins
             await self._opening.open(hosted)
             asleep = held - hosted.residency.runnable
         if held:
@@ -227,7 +229,10 @@ class Hosting:
 
     # --- blocks from this node's host cache or disk ---
 
-    def _promote(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
+    def _promote(
+        self, plan: PlanId, hosted: Hosted, blocks: Sequence[int], *, pulled: bool = True
+    ) -> None:
+        """`pulled`: see `Promotion`."""
         cached = self.cache.is_stored(hosted.model)
         if cached:
             hosted.tell(
@@ -241,6 +246,7 @@ class Hosting:
             hosted.space,
             self.cache.read if cached else self._library.read,
             self._data,
+            pulled=pulled,
             way=CACHED if cached else DISK,
             land=self.landings.land,
             spawn=self._spawn,

@@ -1,8 +1,9 @@
 """Blocks that land in the arena: the engine is given them, and they are reported."""
 
 import asyncio
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 from structlog.stdlib import BoundLogger
 
@@ -16,6 +17,10 @@ from shared.clock import wall_ns
 from shared.containment import is_containable
 from shared.errors import as_typed
 from shared.ids import ModelId, NodeId
+
+PORTION = 128 << 20
+"""At most so many bytes of blocks go to the engine together, unless a block is larger. Plans and
+releases have their turns in between."""
 
 
 class Landings:
@@ -48,67 +53,83 @@ class Landings:
             self._landed.put_nowait((hosted, item))
 
     async def run(self) -> None:
-        """Attaches blocks as they land, and reports them."""
+        """Attaches blocks as they land, and reports them: those together that have come by then."""
         while True:
-            hosted, item = await self._landed.get()
-            try:
-                await self._on_landed(hosted, item)
-            except BaseException as error:  # a block's boundary
-                if not is_containable(error):
-                    raise
-                self._log.exception("a landing failed", model=item.model_id, block=item.block)
+            landed = [await self._landed.get()]
+            while not self._landed.empty():
+                landed.append(self._landed.get_nowait())
+            for (hosted, _), group in groupby(landed, lambda each: (each[0], type(each[1]))):
+                items = [item for _, item in group]
+                try:
+                    await self._on_landed(hosted, items)
+                except BaseException as error:  # the boundary of these blocks
+                    if not is_containable(error):
+                        raise
+                    blocks = [item.block for item in items]
+                    self._log.exception("a landing failed", model=hosted.model, blocks=blocks)
 
-    async def _on_landed(self, hosted: Hosted, item: Arrival | PullFailure) -> None:
-        if isinstance(item, Arrival):
-            await self._on_arrived(hosted, item)
-        elif self._hosted.get(item.model_id) is hosted:
-            hosted.tell(item.plan.event, _failed(item), item.source)
-            await self._reports.failed(item, hosted.trace)
+    async def _on_landed(self, hosted: Hosted, items: Iterable[Arrival | PullFailure]) -> None:
+        """`items`: all of one kind."""
+        arrivals: dict[int, Arrival] = {}
+        for item in items:
+            if isinstance(item, Arrival):
+                arrivals.setdefault(item.block, item)  # asked for again before it had landed
+            elif self._hosted.get(item.model_id) is hosted:
+                hosted.tell(item.plan.event, _failed(item), item.source)
+                await self._reports.failed(item, hosted.trace)
+        for portion in _portions(hosted, arrivals):
+            await self._on_arrived(hosted, [arrivals[block] for block in portion])
 
-    async def _on_arrived(self, hosted: Hosted, item: Arrival) -> None:
-        """Attaches a block. It is reported under the plan that is followed now, even if it came for
-        an older plan."""
+    async def _on_arrived(self, hosted: Hosted, items: Iterable[Arrival]) -> None:
+        """Attaches blocks. They are reported under the plan that is followed now, even if they came
+        for an older plan."""
         async with hosted.lock:
-            if self._hosted.get(item.model_id) is not hosted:
+            if self._hosted.get(hosted.model) is not hosted:
                 return  # released meanwhile
             if hosted.residency.mode is Mode.STANDBY:
                 return  # the engine did not open the model: it is about to be freed
-            if item.block in hosted.residency.held:
-                return  # asked for again before it had landed: both landed
             plan = hosted.residency.plan
             assert plan is not None  # it follows one while it is active
-            hosted.residency = hosted.residency.hold(item.block)
-            hosted.tell(plan.event, _arrived(item), item.source)
+            # Those that are held were asked for again before they had landed: both landed.
+            items = [item for item in items if item.block not in hosted.residency.held]
+            for item in items:
+                hosted.residency = hosted.residency.hold(item.block)
+                hosted.tell(plan.event, _arrived(item), item.source)
             self._keeper.note(hosted.kept)
-            if not await self._attach(plan, hosted, item.block):
-                return
-        await self._reports.arrived(replace(item, plan=plan), hosted.trace)
+            await self._attach(plan, hosted, [item.block for item in items])
+            there = [item for item in items if item.block in hosted.residency.runnable]
+        for item in there:
+            await self._reports.arrived(replace(item, plan=plan), hosted.trace)
 
     async def wake(self, plan: PlanId, hosted: Hosted, blocks: Iterable[int]) -> None:
-        """Attaches and reports held blocks one after the other: where they have to go to a device
+        """Attaches and reports held blocks, some at a time: where they have to go to a device
         first, requests run over those that are there already."""
-        for block in blocks:
+        for portion in _portions(hosted, blocks):
             async with hosted.lock:
                 there = self._hosted.get(hosted.model) is hosted
                 if not there or hosted.residency.mode is Mode.STANDBY:
                     return  # released meanwhile
-                runs = block in hosted.residency.runnable
-                if not runs and not await self._attach(plan, hosted, block):
-                    continue
-            await self.report_held(plan, hosted, block)
+                asleep = [block for block in portion if block not in hosted.residency.runnable]
+                await self._attach(plan, hosted, asleep)
+                runs = [block for block in portion if block in hosted.residency.runnable]
+            for block in runs:
+                await self.report_held(plan, hosted, block)
 
-    async def _attach(self, plan: PlanId, hosted: Hosted, block: int) -> bool:
-        """Whether the engine has the block now. If not, the planner is told."""
+    async def _attach(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
+        """The planner is told of blocks that the engine cannot run."""
+        failed: Mapping[int, BaseException]
         try:
-            await self._opening.attach(hosted, block)
-        except BaseException as error:  # the block's boundary
+            failed = await self._opening.attach(hosted, blocks)
+        except BaseException as why:  # the boundary of these blocks
+            failed = dict.fromkeys(blocks, why)
+        for block, error in failed.items():
             if not is_containable(error):
-                raise
-            self._log.exception("a block was not attached", model=hosted.model, block=block)
+                raise error
+            self._log.error(
+                "a block was not attached", model=hosted.model, block=block, exc_info=error
+            )
             failure = PullFailure(plan, hosted.model, block, self._node, as_typed(error))
             await self._reports.failed(failure, hosted.trace)
-            return False
-        return True
 
     async def report_held(self, plan: PlanId, hosted: Hosted, block: int) -> None:
         at = wall_ns()
@@ -124,6 +145,20 @@ class Landings:
             finished_ns=at,
         )
         await self._reports.arrived(arrival, hosted.trace)
+
+
+def _portions(hosted: Hosted, blocks: Iterable[int]) -> Iterator[list[int]]:
+    """Blocks, PORTION bytes at a time."""
+    portion, nbytes = list[int](), 0
+    for block in blocks:
+        size = hosted.manifest.blocks[block].nbytes
+        if portion and nbytes + size > PORTION:
+            yield portion
+            portion, nbytes = [], 0
+        portion.append(block)
+        nbytes += size
+    if portion:
+        yield portion
 
 
 def _arrived(item: Arrival) -> str:

@@ -1,7 +1,7 @@
 """The models in the arena that the engine has open."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from structlog.stdlib import BoundLogger
 
@@ -61,23 +61,31 @@ class Opening:
     async def activate(self, hosted: Hosted) -> None:
         """Opens the model for the engine, with every block that is held."""
         await self.open(hosted)
-        for block in sorted(hosted.residency.held - hosted.residency.runnable):
-            await self.attach(hosted, block)
+        asleep = hosted.residency.held - hosted.residency.runnable
+        for error in (await self.attach(hosted, sorted(asleep))).values():
+            raise error
 
-    async def attach(self, hosted: Hosted, block: int) -> None:
-        """Has the engine run a block that is held."""
-        await self._worker.attach(hosted.model, block, hosted.space.block(block))
+    async def attach(self, hosted: Hosted, blocks: Sequence[int]) -> Mapping[int, BaseException]:
+        """Has the engine run blocks that are held. Returns what is wrong with those that it cannot
+        run."""
+        if not blocks:
+            return {}
+        buffers = {block: hosted.space.block(block) for block in blocks}
+        failed = await self._worker.attach(hosted.model, buffers)
+        there = [block for block in blocks if block not in failed]
         config = hosted.manifest.config
         generates = not (is_classifier(config) or is_encoder(config))
-        if generates and not hosted.residency.runnable:
+        if there and generates and not hosted.residency.runnable:
             # Not before the first block has come: nothing may hold up the first reads of a plan,
             # and nothing is generated without a block.
             work = self._bring_tokenizer(hosted.model)
             hosted.bringing = self._spawn(work, f"tokenizer of {hosted.model}")
-        hosted.residency = hosted.residency.run(block)
-        hosted.tell(hosted.event, f"runs block {block}")
-        if len(hosted.residency.runnable) == hosted.residency.room.size:
+        for block in there:
+            hosted.residency = hosted.residency.run(block)
+            hosted.tell(hosted.event, f"runs block {block}")
+        if there and len(hosted.residency.runnable) == hosted.residency.room.size:
             self._changed()  # before that, each block is reported by itself
+        return failed
 
     async def close(self, hosted: Hosted, cause: str, *, asleep: bool = False) -> None:
         """Once it returns, the engine has no view of the model's bytes. `asleep`: these stay where

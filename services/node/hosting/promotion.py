@@ -1,7 +1,7 @@
 """Blocks of a hosted model on their way from this node's host cache or disk into its arena."""
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -35,16 +35,20 @@ class Promotion:
         read: Read,
         data: AnyDataPlane,
         *,
+        pulled: bool,
         way: str,
         land: Callable[[Arrival | PullFailure], None],
         spawn: Spawn,
     ) -> None:
-        """Begins to read. `way`: where from, for reports. `land` is told of each block once."""
+        """Begins to read. `pulled`: whether the blocks may have been pulled before, so that the
+        data plane has to give them up first. `way`: where from, for reports. `land` is told of each
+        block once."""
         self._node = node
         self._model = model
         self._plan = plan
         self._space = space
         self._read_from = read
+        self._pulled = pulled
         self._way = way
         self._data = data
         self._land = land
@@ -76,7 +80,9 @@ class Promotion:
 
     async def _take_over(self) -> list[Wanted]:
         wanted: list[Wanted] = []
-        taken = await self._data.take_over(self._model, list(self._missing))
+        taken: Mapping[int, frozenset[int]] = dict.fromkeys(self._missing, frozenset())
+        if self._pulled:
+            taken = await self._data.take_over(self._model, list(self._missing))
         for block, verified in taken.items():
             self._missing[block] = self._space.manifest.n_chunks(block)
             self._count(block, len(verified))

@@ -110,7 +110,8 @@ class Mover:
     def host(
         self, model_id: ModelId, manifest: Manifest, space: ModelSpace, held: Iterable[int]
     ) -> None:
-        """Makes the model's blocks readable by peers: `held` ones now, others as they come."""
+        """Makes the model's blocks readable by peers: `held` ones now, others as they come. Until
+        a plan has some of the others pulled (`apply`), the caller may fill their buffers."""
         if model_id in self._models:
             raise Conflict(f"model {model_id} is hosted already")
         most = max(1, self._read_bytes // manifest.chunk_bytes)
@@ -122,8 +123,11 @@ class Mover:
             self._transport.register(block.region, block.buffer, flow=model_id)
         self._models[model_id] = model
         space.span.hold(_user(model_id))
-        for index in held:
+        there = frozenset(held)
+        for index in there:
             self.mark_held(model_id, index)
+        for index in model.blocks.keys() - there:
+            self._overwrites(model.blocks[index].buffer)
 
     def mark_held(self, model_id: ModelId, block: int, chunks: Iterable[int] | None = None) -> None:
         """The block's bytes, or the bytes of these chunks, are there and verified, by other means

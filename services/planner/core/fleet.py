@@ -93,6 +93,8 @@ class Fleet:
         """The set that was published last."""
         self._told_whole_at = float("-inf")
         self._revised_at = float("-inf")
+        self._changed_at = float("-inf")
+        """When gateways were told last that the instances are others than before."""
         self._revise_at = NEVER
         self._plan_at = NEVER
         """When paths are next asked for."""
@@ -257,8 +259,10 @@ class Fleet:
     def _plan(self) -> None:
         """Asks for paths, again and again until there is a plan for the current members. The more
         members there are, the longer a plan takes, and the longer it is good enough. While nothing
-        loads, each replica serves by itself, which needs no asking (`_revise`)."""
-        if self._planning or not self._outdated or not self.loading or self._closed:
+        loads, each replica serves by itself, which needs no asking (`_revise`). Nor does a member
+        without others, over which no path goes."""
+        alone = len(self._members) < 2
+        if self._planning or not self._outdated or not self.loading or alone or self._closed:
             return
         plan_at = self._planned_at + PACE_PER_MEMBER_S * len(self._members)
         if self._desk.at < plan_at:
@@ -329,9 +333,12 @@ class Fleet:
         return min(self._revise_at, self._plan_at, self._published_at + REPUBLISH_S)
 
     def touch(self) -> None:
-        """Notes that the basis of the instances has changed."""
-        pace = PACE_S + PACE_PER_MEMBER_S * len(self._members)
-        self._revise_by(max(self._desk.at, self._revised_at + pace))
+        """Notes that the basis of the instances has changed. A revision that changes none of them
+        does not keep gateways from hearing of the next one: else the last block of a node that
+        loads alone would wait because another one came just before."""
+        per_members = PACE_PER_MEMBER_S * len(self._members)
+        told_from = self._changed_at + PACE_S + per_members
+        self._revise_by(max(self._desk.at, self._revised_at + per_members, told_from))
 
     def _revise_by(self, at: float) -> None:
         self._revise_at = min(self._revise_at, at)
@@ -350,6 +357,7 @@ class Fleet:
         self._revise()
         if self.instances != before:
             self._revision = self._desk.next_revision()
+            self._changed_at = at
             self._publish()
             known = {instance.id for instance in before}
             return [i for i in self.instances if not i.lasts and i.id not in known]

@@ -23,7 +23,8 @@ MANIFEST_WAIT_S = 2.0
 """Seconds to wait for a node that joined, or a model that was published, a moment ago: the node may
 not know the model yet."""
 AT_ONCE_S = 0.02
-"""Blocks of an event are reported one by one if there would be less than this between reports."""
+"""Blocks that come over links are reported one by one if there would be less than this between
+reports."""
 WAVE_S = 0.005
 """Seconds to wait for a wave's answers before the next wave is sent."""
 NEVER = float("inf")
@@ -100,7 +101,7 @@ class Orders:
             promote=tuple(sorted(promoting.get(node, frozenset()) - held)),
             peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
             part=record.parts.get(node),
-            report_s=report_s(len(record.targets)),
+            report_s=report_s(len(record.targets), links=bool(record.transfers)),
             trace=record.trace,
             cause=record.id,
         )
@@ -160,8 +161,11 @@ def _parts(record: EventRecord) -> dict[NodeId, list[Transfer]]:
     return parts
 
 
-def report_s(targets: int) -> float:
+def report_s(targets: int, *, links: bool = True) -> float:
     """`ApplyPlan.report_s` for an event of so many targets: what they say is taken in as often as
-    paths are planned anew."""
+    paths are planned anew. `links`: whether blocks come over links. If not, a copy from memory may
+    bring one in a millisecond, and a node would take longer to say so than to copy it."""
     seconds = PACE_PER_MEMBER_S * targets
+    if not links:
+        return max(seconds, AT_ONCE_S)
     return seconds if seconds >= AT_ONCE_S else 0.0

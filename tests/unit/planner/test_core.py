@@ -12,7 +12,7 @@ from services.planner.core.desk import ASK_S
 from services.planner.core.fleet import PACE_PER_MEMBER_S, PACE_S
 from services.planner.core.machines import BROKEN_S
 from services.planner.core.model import ModelMachine
-from services.planner.core.orders import WAVE_S, report_s
+from services.planner.core.orders import AT_ONCE_S, WAVE_S, report_s
 from services.planner.core.planner import LOST_S
 from services.planner.core.replicas import HURRY_S
 from services.planner.core.standing import AVOID_S
@@ -28,6 +28,8 @@ from shared.messages.pool import (
     NodeGone,
     NodeJoined,
     Reserved,
+    Source,
+    Sources,
     Tier,
 )
 from shared.messages.scaling import EventState, PeerSuspect, SetInstances
@@ -400,6 +402,38 @@ def test_a_new_replica_is_told_at_once_after_a_quiet_time() -> None:
     assert sets_in(driver.arrived("b", EVERY[-1], "a", event))
 
 
+def test_a_new_replica_is_told_at_once_though_its_blocks_come_fast() -> None:
+    driver = loading("b")
+    event = driver.event
+    driver.wait(1.0)
+    for block in EVERY[:-1]:
+        driver.arrived("b", block, "a", event)
+        driver.wait(PACE_S / 8)
+    assert sets_in(driver.arrived("b", EVERY[-1], "a", event))
+
+
+def test_a_model_that_wakes_on_one_node_is_planned_no_paths_and_told_when_it_is_whole() -> None:
+    driver = Driver()
+    driver.join("b")
+    driver.publish()
+    driver.holds("b", tier=Tier.HOST)
+    driver.wait(1.0)
+    driver.load(queued=1)
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("b"),)))
+    source = Source(info("b"), Tier.HOST, EVERY, True)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=(source,)))
+    driver.think()
+    (order,) = driver.orders()
+    assert order.message.report_s == AT_ONCE_S
+    driver.answer(order, Ok())
+    driver.arrived("b", EVERY[0], "b", driver.event)
+    assert driver.replicas() == set()
+    driver.wait(PACE_S / 8)
+    driver.arrived_together("b", dict.fromkeys(EVERY[1:], 0.0), driver.event)
+    assert driver.replicas() == {"b"}
+    assert not of_kind(driver.said, commands.PlanPaths)
+
+
 def test_a_report_of_several_blocks_is_taken_in_at_once() -> None:
     driver = loading("b", "c")
     event = driver.event
@@ -425,6 +459,11 @@ def test_a_report_of_several_blocks_is_taken_in_at_once() -> None:
 def test_few_targets_report_each_block_and_many_report_several() -> None:
     assert report_s(8) == 0
     assert report_s(1000) == 1000 * PACE_PER_MEMBER_S
+
+
+def test_blocks_that_come_over_no_link_are_reported_together() -> None:
+    assert report_s(1, links=False) == AT_ONCE_S
+    assert report_s(1000, links=False) == report_s(1000)
 
 
 # --- suspects ---

@@ -89,7 +89,7 @@ class Net:
     async def open(self, worker: ModelledWorker, buffers: Sequence[memoryview]) -> None:
         await worker.open_model(ID, MANIFEST)
         for block, memory in enumerate(buffers):
-            await worker.attach(ID, block, memory)
+            await worker.attach(ID, {block: memory})
 
     def send(self, sender: str, to: str, header: bytes, payload: Sequence[Buffer]) -> None:
         body = memoryview(payload[0]) if payload else memoryview(b"")
@@ -250,7 +250,7 @@ def test_only_a_block_that_slept_in_host_memory_comes_over_pcie() -> None:
             copy_s = MODEL.nbytes / HARDWARE.pcie_bytes_per_s
             assert loop.time() == pytest.approx(round_ * copy_s)
         at = loop.time()
-        await worker.attach(ID, 0, net.buffers[0])
+        await worker.attach(ID, {0: net.buffers[0]})
         await worker.close_model(ID)
         net.buffers = [buffer(block) for block in range(BLOCKS)]
         await net.open(worker, net.buffers)

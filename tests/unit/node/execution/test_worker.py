@@ -4,7 +4,7 @@ import threading
 import msgspec
 import pytest
 
-from services.node.engine.base import Context, Engine, StagePart
+from services.node.engine.base import Context, Engine, StagePart, Weights
 from services.node.execution.worker import Worker
 from shared.errors import (
     BadInput,
@@ -16,7 +16,7 @@ from shared.errors import (
     StaleEpoch,
 )
 from shared.grammar import FOLLOW_STACK
-from shared.ids import GatewayId, NodeId, RequestId
+from shared.ids import GatewayId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, LogitRules, Submit
 from tests.support.hash_engine import VOCAB, HashEngine, continuation, hash_manifest
@@ -24,6 +24,7 @@ from tests.support.submits import BLOCKS, GATEWAY, MODEL, THREE, TWO, WHOLE, sta
 from tests.support.worker_cluster import Attempt, cluster
 
 PROMPT = (3, 1, 4, 1, 5)
+OTHER = ModelId("other")
 PATHS = pytest.mark.parametrize("path", [WHOLE, TWO, THREE], ids=["whole", "two", "three"])
 
 
@@ -254,6 +255,46 @@ async def test_refuses_what_it_cannot_serve() -> None:
             await worker.submit(submit("r", WHOLE, max_tokens=20_000))
 
 
+async def test_what_runs_has_its_steps_between_blocks_that_are_attached_together() -> None:
+    async with cluster("a") as nodes:
+        worker, engine = nodes.workers["a"], nodes.engines["a"]
+        attach, ran = engine.attach, list[int]()
+        """How many blocks had been run before each block was attached."""
+
+        def noting(model: ModelId, block: int, weights: Weights) -> None:
+            ran.append(sum(len(sweep.ran) for sweep in engine.sweeps))
+            attach(model, block, weights)
+
+        engine.attach = noting  # type: ignore[method-assign, assignment]
+        await worker.open_model(OTHER, hash_manifest(BLOCKS))
+        gate = nodes.gate("a", "r", 0)
+        attempt = await nodes.submit(submit("r", WHOLE))
+        await gate.wait()
+        asked = worker.attach(OTHER, dict.fromkeys(range(BLOCKS), memoryview(b"")))
+        attaching = asyncio.create_task(asked)
+        await asyncio.sleep(0)
+        gate.open()
+        assert await attaching == {}
+        assert ran == [ran[0] + n for n in range(BLOCKS)]
+        await attempt.end()
+
+
+async def test_a_block_that_cannot_be_attached_leaves_the_others() -> None:
+    async with cluster("a") as nodes:
+        worker, engine = nodes.workers["a"], nodes.engines["a"]
+        attach, error = engine.attach, CapacityExceeded("no memory")
+
+        def refusing(model: ModelId, block: int, weights: Weights) -> None:
+            if block == 1:
+                raise error
+            attach(model, block, weights)
+
+        engine.attach = refusing  # type: ignore[method-assign, assignment]
+        await worker.open_model(OTHER, hash_manifest(BLOCKS))
+        assert await worker.attach(OTHER, dict.fromkeys(range(4), memoryview(b""))) == {1: error}
+        assert engine.held(OTHER) == {0, 2, 3}
+
+
 async def test_refuses_blocks_it_does_not_hold() -> None:
     async with cluster("a") as nodes:
         worker = nodes.workers["a"]
@@ -261,7 +302,7 @@ async def test_refuses_blocks_it_does_not_hold() -> None:
         with pytest.raises(NotFound, match="does not have model"):
             await worker.submit(submit("r", WHOLE))
         await worker.open_model(MODEL, hash_manifest(BLOCKS))
-        await worker.attach(MODEL, 0, memoryview(b""))
+        await worker.attach(MODEL, {0: memoryview(b"")})
         with pytest.raises(NotFound, match=r"\[1, 2, 3, 4, 5\]"):
             await worker.submit(submit("r", WHOLE))
         await worker.submit(submit("r", stages(("a", 0, 1), ("b", 1, BLOCKS))))

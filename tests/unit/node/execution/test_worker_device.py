@@ -96,13 +96,13 @@ class Node:
     async def load(self) -> None:
         await self.worker.open_model(MODEL, HASH_MODEL)
         for block in range(BLOCKS):
-            await self.worker.attach(MODEL, block, self.blocks[block])
+            await self.worker.attach(MODEL, {block: self.blocks[block]})
 
-    async def begin_upload(self) -> "asyncio.Task[None]":
+    async def begin_upload(self) -> "asyncio.Task[dict[int, BaseException]]":
         """Begins to upload block 0 of the other model. The upload gets stuck on the way."""
         await self.worker.open_model(OTHER, HASH_MODEL)
         self.link.copies.shut()
-        upload = asyncio.create_task(self.worker.attach(OTHER, 0, self.blocks[BLOCKS]))
+        upload = asyncio.create_task(self.worker.attach(OTHER, {0: self.blocks[BLOCKS]}))
         assert await asyncio.to_thread(self.link.copies.waited.wait, 10)
         return upload
 
@@ -156,7 +156,7 @@ async def test_a_worker_may_end_while_a_block_is_on_its_way(node: Node) -> None:
     with pytest.raises(Conflict):
         await upload
     with pytest.raises(Conflict):
-        await node.worker.attach(MODEL, 0, node.blocks[0])
+        await node.worker.attach(MODEL, {0: node.blocks[0]})
 
 
 async def test_a_block_goes_to_the_device_once(node: Node) -> None:
@@ -166,7 +166,7 @@ async def test_a_block_goes_to_the_device_once(node: Node) -> None:
     node.blocks[1][:] = bytes([99]) * NBYTES
     node.device.overwrites(node.blocks[1][:1])
     for block in range(BLOCKS):
-        await node.worker.attach(MODEL, block, node.blocks[block])
+        await node.worker.attach(MODEL, {block: node.blocks[block]})
     assert node.link.copies.done == [NBYTES] * (BLOCKS + 1)
     assert node.engine.given[MODEL, 0] == bytes(NBYTES)
     assert node.engine.given[MODEL, 1] == bytes([99]) * NBYTES
@@ -213,8 +213,8 @@ async def test_phases_are_in_the_trace_of_the_plan(node: Node, spans: Path) -> N
     node.engine.pieces = 2
     with telemetry.span("apply_plan"):
         await node.worker.open_model(MODEL, HASH_MODEL)
-        await node.worker.attach(MODEL, 0, node.blocks[0])
-    await node.worker.attach(MODEL, 1, node.blocks[1])  # a block that landed, later
+        await node.worker.attach(MODEL, {0: node.blocks[0]})
+    await node.worker.attach(MODEL, {1: node.blocks[1]})  # a block that landed, later
     await node.worker.stop()
     telemetry.shutdown()
     read = read_spans(spans)

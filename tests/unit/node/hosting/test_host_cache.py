@@ -2,22 +2,22 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from ctypes import Structure
 from pathlib import Path
 
 import pytest
 
-from services.node.checkpoints.packing import digest
 from services.node.checkpoints.reading import Wanted
 from services.node.core.load import WorkerLoad
 from services.node.engine.base import Weights
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kernels import Kernels, Packing
 from services.node.execution.worker import Worker
-from services.node.hosting import host_cache, hosting
+from services.node.hosting import hosting
 from services.node.hosting.host_cache import CacheDraft, HostCache
-from shared import subjects, threads
+from shared import subjects
 from shared.errors import CapacityExceeded, Conflict
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -89,29 +89,19 @@ async def test_a_released_copy_moves_and_wakes_with_the_same_tokens(up: Nodes) -
     assert any("is in the host cache" in text for text in await told(up, "a"))
 
 
-async def test_the_next_block_is_copied_while_the_one_before_is_attended_to(
-    up: Nodes, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_all_blocks_are_copied_while_the_first_is_attended_to(up: Nodes) -> None:
     await up.promoted("a")
     await up.release("a", Tier.CACHE)
-    cache, begun = up.services["a"]._hosting.cache, list[Callable[[], None]]()
-    manifest = cache._places[up.record.model_id].manifest
-
-    def begin(copy: Callable[[], None]) -> asyncio.Future[None]:
-        begun.append(copy)
-        return threads.begun(copy)
-
-    monkeypatch.setattr(host_cache, "begun", begin)
-    into = [memoryview(bytearray(block.nbytes)) for block in manifest.blocks]
+    cache = up.services["a"]._hosting.cache
+    place = cache._places[up.record.model_id]
+    into = [memoryview(bytearray(block.nbytes)) for block in place.manifest.blocks]
     wanted = [Wanted(index, each, frozenset()) for index, each in enumerate(into)]
-    seen = []
-    async for _ in cache.read(up.record.model_id, wanted):
-        seen.append(len(begun))
-    assert len(seen) > 2
-    assert seen == [min(n + 2, len(seen)) for n in range(len(seen))]
-    assert [digest(each) for each in into] == [
-        digest(cache._places[up.record.model_id].space.block(n)) for n in range(len(into))
-    ]
+    async with aclosing(cache.read(up.record.model_id, wanted)) as outcomes:
+        await anext(outcomes)
+        async with asyncio.timeout(WAIT_S):
+            while into != [place.space.block(n) for n in ALL]:  # noqa: ASYNC110 - a thread
+                await asyncio.sleep(0.001)
+        assert [outcome.block async for outcome in outcomes] == [*ALL[1:]]
 
 
 async def test_peers_pull_from_a_host_cache(up: Nodes) -> None:

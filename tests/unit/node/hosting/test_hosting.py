@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import json
+from collections.abc import Mapping
 from ctypes import Structure
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from services.node.engine.kernels import Kernels, Packing
 from services.node.execution.worker import Worker
-from services.node.hosting import opening
+from services.node.hosting import landings, opening
 from services.node.hosting.hosted import Hosted
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.landings import Landings
@@ -276,14 +277,19 @@ async def test_a_model_that_wakes_or_comes_back_is_not_packed_again(
         assert await up.generate("a", request="back") == tokens
 
 
-async def test_a_sleeping_model_comes_to_the_engine_block_by_block(
+async def test_a_sleeping_model_comes_to_the_engine_in_portions(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each of its blocks is larger than a portion."""
     attach, ready = Worker.attach, asyncio.Semaphore(0)
 
-    async def slow(self: Worker, model_id: ModelId, block: int, buffer: memoryview) -> None:
+    async def slow(
+        self: Worker, model_id: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
         await ready.acquire()
-        await attach(self, model_id, block, buffer)
+        return await attach(self, model_id, blocks)
+
+    monkeypatch.setattr(landings, "PORTION", 1)
 
     async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
         await up.promoted("a")
@@ -303,6 +309,36 @@ async def test_a_sleeping_model_comes_to_the_engine_block_by_block(
         await up.apply("a", promote=ALL, event="wake again")
         await up.until_arrived("a", ALL, event="wake again")
         assert await up.generate("a", request="after") == tokens
+
+
+async def test_small_blocks_come_to_the_engine_together(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a model that sleeps, and those that have landed while another was attached."""
+    attach, asked, gate = Worker.attach, list[tuple[int, ...]](), asyncio.Event()
+
+    async def slow(
+        self: Worker, model_id: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
+        asked.append(tuple(blocks))
+        await gate.wait()
+        return await attach(self, model_id, blocks)
+
+    monkeypatch.setattr(Worker, "attach", slow)
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        landed = Delivered(monkeypatch)
+        await up.apply("a", promote=ALL)
+        await landed.until(BLOCKS)
+        gate.set()
+        await up.until_arrived("a", ALL)
+        assert sorted(block for blocks in asked for block in blocks) == [*ALL]
+        assert len(asked) <= 2
+        asked.clear()
+        await up.release("a", keep=Tier.HOST)
+        await up.apply("a", promote=ALL, event="wake")
+        await up.until_arrived("a", ALL, event="wake")
+        assert asked == [ALL]
+        assert await up.generate("a")
 
 
 async def test_a_tokenizer_comes_again_when_the_model_wakes(
@@ -438,11 +474,13 @@ async def test_a_block_that_landed_before_a_release_is_not_taken_for_one_after_i
     attach = Worker.attach
     entered, opened = asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Worker, model: ModelId, block: int, buffer: memoryview) -> None:
+    async def slow(
+        self: Worker, model: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
         if not entered.is_set():
             entered.set()
             await opened.wait()
-        await attach(self, model, block, buffer)
+        return await attach(self, model, blocks)
 
     async with nodes(tmp_path, checkpoint, "a", "b") as up:
         await up.promoted("a")
@@ -564,6 +602,7 @@ async def test_plans_and_releases_in_any_order_end_in_a_sound_state(
         for call in asyncio.as_completed(calls):
             await call
             up.services["b"].validate()
+        await up.until_arrived("b", ALL, event="ev-29")  # what it held before is no sign
         await up.until_holds("b", {Tier.GPU: ALL})
         assert await up.generate("b", request="on b") == await up.generate("a", request="on a")
         await up.release("b")

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -169,11 +169,13 @@ async def test_a_block_that_is_asked_for_again_before_it_is_attached_is_attached
     attached: Counter[int] = Counter()
     entered, opened = asyncio.Event(), asyncio.Event()
 
-    async def slow(self: Worker, model: ModelId, block: int, buffer: memoryview) -> None:
-        attached[block] += 1
+    async def slow(
+        self: Worker, model: ModelId, blocks: Mapping[int, memoryview]
+    ) -> dict[int, BaseException]:
+        attached.update([*blocks])
         entered.set()
         await opened.wait()
-        await attach(self, model, block, buffer)
+        return await attach(self, model, blocks)
 
     monkeypatch.setattr(Worker, "attach", slow)
     landed = Delivered(monkeypatch)

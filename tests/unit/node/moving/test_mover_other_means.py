@@ -64,3 +64,14 @@ async def test_who_keeps_a_copy_is_told_before_bytes_are_written(nodes: Nodes) -
     assert sum(nbytes for nbytes, _ in written) == len(CONTENT[1])
     await target.mover.take_over(MODEL, 0)  # it is verified, and stays
     assert sum(nbytes for nbytes, _ in written) == len(CONTENT[1])
+
+
+async def test_who_keeps_a_copy_is_told_of_the_blocks_that_others_may_fill(nodes: Nodes) -> None:
+    target = await nodes.start("t")
+    told: list[memoryview] = []
+    target.mover._overwrites = told.append
+    target.hold([1])
+    others = [target.space.block(n) for n in target.space.part.blocks if n != 1]
+    assert [len(each) for each in told] == [len(each) for each in others]
+    target.space.block(0)[:1] = b"x"
+    assert bytes(told[0][:1]) == b"x"
