@@ -116,6 +116,9 @@ class ModelledWorker:
     def use_tokenizer(self, model_id: ModelId, tokenizer_json: bytes) -> None:
         """Does nothing: simulated tokens are no text."""
 
+    def lift(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        """Does nothing: `attach` takes the time that it takes."""
+
     async def attach(
         self, model_id: ModelId, blocks: Mapping[int, memoryview]
     ) -> dict[int, BaseException]:

@@ -13,7 +13,9 @@ class Copies:
 
     def __init__(self) -> None:
         self.pending: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.begun = 0
         self.most_pending = 0
+        """When a copy was begun. The link's thread begins copies while another waits for them."""
         self.done: list[int] = []
         """Bytes of each copy that has ended, in order."""
         self.waited = threading.Event()
@@ -68,7 +70,7 @@ class SlowLink:
         copies = self.copies
         copies.pending.append((source, target))
         copies.most_pending = max(copies.most_pending, len(copies.pending))
-        count = len(copies.done) + len(copies.pending)
+        copies.begun = count = copies.begun + 1
         return Ended(lambda: copies.wait(count))
 
 

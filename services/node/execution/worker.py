@@ -97,6 +97,8 @@ class Worker:
         self._load = WorkerLoad()
         self._traces: dict[ModelId, str] = {}
         """The span in which each open model was opened."""
+        self._lifted: dict[tuple[ModelId, int], asyncio.Future[Weights]] = {}
+        """Blocks on their way to the device, or there, which the engine does not have yet."""
         self._asked: set[asyncio.Future[None]] = set()
         self._ended = asyncio.Event()
         self._error: Exception | None = None
@@ -186,14 +188,30 @@ class Worker:
         if self._device is None:
             await self._ask(*(attach(block, buffer) for block, buffer in blocks.items()))
             return failed
+        parent = telemetry.here() or self._traces.get(model_id, "")
         for block, buffer in blocks.items():
+            self._lift(self._device, model_id, block, buffer, parent)
+        for block in blocks:
             try:
-                weights = await self._on_device(self._device, model_id, block, buffer)
+                weights = await self._lifted.pop((model_id, block))
             except Exception as error:  # the block's boundary
                 failed[block] = error
             else:
                 await self._ask(attach(block, weights))
         return failed
+
+    def lift(self, model_id: ModelId, block: int, buffer: memoryview) -> None:
+        """Begins to bring a block of an open model to the device, if there is one, ahead of
+        `attach`, which waits for steps."""
+        if self._device is not None and model_id in self._traces:
+            self._lift(self._device, model_id, block, buffer, self._traces[model_id])
+
+    def _lift(
+        self, device: DeviceArena, model_id: ModelId, block: int, buffer: memoryview, parent: str
+    ) -> None:
+        if (model_id, block) not in self._lifted:
+            work = self._on_device(device, block, buffer, parent)
+            self._lifted[model_id, block] = asyncio.ensure_future(work)
 
     async def prepare(
         self, model_id: ModelId, manifest: Manifest, block: int, buffer: memoryview
@@ -205,11 +223,11 @@ class Worker:
         return made[0]
 
     async def _on_device(
-        self, device: DeviceArena, model_id: ModelId, block: int, buffer: memoryview
+        self, device: DeviceArena, block: int, buffer: memoryview, parent: str
     ) -> Weights:
+        """`parent`: the span that the upload belongs to."""
         if (landed := device.landed(buffer)) is not None:
             return landed
-        parent = telemetry.here() or self._traces.get(model_id, "")
         attributes: dict[str, telemetry.Attribute] = {"block": block, "nbytes": len(buffer)}
         with telemetry.span("upload", parent=parent, attributes=attributes):
             return await device.upload(buffer)
@@ -218,6 +236,8 @@ class Worker:
         """Once this returns, the worker does not touch the model's buffers. `asleep`: see
         `Engine.close_model`."""
         self._traces.pop(model_id, None)
+        for key in [key for key in self._lifted if key[0] == model_id]:
+            self._lifted.pop(key).cancel()
         if self._device is not None:
             await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import groupby
+from itertools import chain, groupby, pairwise
 
 from structlog.stdlib import BoundLogger
 
@@ -49,8 +49,11 @@ class Landings:
         comes late is taken for a block of the same model when it is hosted again.
         """
         hosted = self._hosted.get(item.model_id)
-        if hosted is not None:
-            self._landed.put_nowait((hosted, item))
+        if hosted is None:
+            return
+        if isinstance(item, Arrival) and item.block not in hosted.residency.held:
+            self._opening.lift(hosted, item.block)
+        self._landed.put_nowait((hosted, item))
 
     async def run(self) -> None:
         """Attaches blocks as they land, and reports them: those together that have come by then."""
@@ -104,11 +107,14 @@ class Landings:
     async def wake(self, plan: PlanId, hosted: Hosted, blocks: Iterable[int]) -> None:
         """Attaches and reports held blocks, some at a time: where they have to go to a device
         first, requests run over those that are there already."""
-        for portion in _portions(hosted, blocks):
+        for portion, following in _with_the_next(_portions(hosted, blocks)):
             async with hosted.lock:
                 there = self._hosted.get(hosted.model) is hosted
                 if not there or hosted.residency.mode is Mode.STANDBY:
                     return  # released meanwhile
+                for block in (*portion, *following):
+                    if block not in hosted.residency.runnable:
+                        self._opening.lift(hosted, block)
                 asleep = [block for block in portion if block not in hosted.residency.runnable]
                 await self._attach(plan, hosted, asleep)
                 runs = [block for block in portion if block in hosted.residency.runnable]
@@ -159,6 +165,11 @@ def _portions(hosted: Hosted, blocks: Iterable[int]) -> Iterator[list[int]]:
         nbytes += size
     if portion:
         yield portion
+
+
+def _with_the_next(portions: Iterable[list[int]]) -> Iterator[tuple[list[int], list[int]]]:
+    """Each portion, and the one after it."""
+    return pairwise(chain(portions, [[]]))
 
 
 def _arrived(item: Arrival) -> str:

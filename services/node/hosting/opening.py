@@ -65,6 +65,11 @@ class Opening:
         for error in (await self.attach(hosted, sorted(asleep))).values():
             raise error
 
+    def lift(self, hosted: Hosted, block: int) -> None:
+        """Begins to bring a block that has landed to the device, if there is one."""
+        if hosted.residency.mode is Mode.ACTIVE:
+            self._worker.lift(hosted.model, block, hosted.space.block(block))
+
     async def attach(self, hosted: Hosted, blocks: Sequence[int]) -> Mapping[int, BaseException]:
         """Has the engine run blocks that are held. Returns what is wrong with those that it cannot
         run."""

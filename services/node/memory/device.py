@@ -17,7 +17,7 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, Self
 
 import torch
@@ -39,7 +39,8 @@ class Event(Protocol):
 
 
 class Link(Protocol):
-    """Copies from page-locked host memory to a device. Made and used on one thread."""
+    """Copies from page-locked host memory to a device. Made and used on one thread, except for its
+    events, which are waited for on another."""
 
     def lock(self, memory: memoryview) -> None:
         """Page-locks memory. CapacityExceeded if the system does not allow it."""
@@ -106,6 +107,9 @@ class DeviceArena:
         """Ranges that are the same in both arenas."""
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="upload")
         """Runs every call of the link, in order."""
+        self._ends = ThreadPoolExecutor(1, thread_name_prefix="uploaded")
+        """Waits for the copies' ends, in the order in which they were begun. The next copy is begun
+        meanwhile, so that the device's bus is never idle while blocks wait."""
         self._buffers: list[torch.Tensor] = []
         self._log = telemetry.logger("device", device=str(device))
 
@@ -115,6 +119,7 @@ class DeviceArena:
             self._thread.submit(self._open).result()
         except BaseException:
             self._thread.shutdown()
+            self._ends.shutdown()
             raise
         return self
 
@@ -148,14 +153,17 @@ class DeviceArena:
         see `settle`. Conflict: the arena was left.
         """
         offset = self._offset(block)
-        target = self._bytes[offset : offset + len(block)]
-        await self._run(self._copy, torch.frombuffer(block, dtype=torch.uint8), target)
+        source, target = (
+            torch.frombuffer(block, dtype=torch.uint8),
+            self._bytes[offset : offset + len(block)],
+        )
+        await self._ended(lambda: self._copy(source, target).synchronize)
         self._there.add(offset, offset + len(block))
         return target
 
     async def settle(self) -> None:
         """Returns once nothing reads the memory of earlier calls of `upload` any more."""
-        await self._run(lambda: None)
+        await self._ended(lambda: lambda: None)
 
     def _offset(self, block: memoryview) -> int:
         place = find([self._host], block)
@@ -163,12 +171,23 @@ class DeviceArena:
             raise BadInput(f"a block of {len(block)} bytes that does not lie in the node's arena")
         return place[1]
 
-    async def _run(self, work: Callable[..., None], *args: object) -> None:
+    async def _ended(self, begin: Callable[[], Callable[[], None]]) -> None:
+        """Has the thread call `begin`, and returns when what that returned, called after those of
+        earlier calls, has returned."""
+        done: Future[None] = Future()
+
+        def run() -> None:
+            if done.set_running_or_notify_cancel():
+                try:
+                    self._ends.submit(_settle, done, begin())
+                except BaseException as error:  # handed on to the caller
+                    done.set_exception(error)
+
         try:
-            begun = self._thread.submit(work, *args)
+            self._thread.submit(run)
         except RuntimeError as error:
             raise Conflict(f"the arena on {self._device} is given back") from error
-        await asyncio.wrap_future(begun)
+        await asyncio.wrap_future(done)
 
     # --- on the thread ------------------------------------------------------
 
@@ -214,15 +233,16 @@ class DeviceArena:
             self._log.info("nothing comes to the device but by the host", why=str(error))
 
     def _close(self) -> None:
+        self._ends.shutdown()  # once the last copy has ended
         if self.landing is not None:
             self.landing.close()
         if not self._buffers:
             self._link.unlock(self._host.view)
 
-    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
+    def _copy(self, source: torch.Tensor, target: torch.Tensor) -> Event:
+        """Begins a copy; through buffers, waits for its end."""
         if not self._buffers:
-            self._link.copy(source, target).synchronize()
-            return
+            return self._link.copy(source, target)
         begun: deque[Event] = deque()
         for index, (piece, place) in enumerate(
             zip(torch.split(source, BUFFER), torch.split(target, BUFFER), strict=True)
@@ -233,3 +253,13 @@ class DeviceArena:
             buffer.copy_(piece)
             begun.append(self._link.copy(buffer, place))
         begun[-1].synchronize()
+        return begun[-1]
+
+
+def _settle(done: Future[None], wait: Callable[[], None]) -> None:
+    try:
+        wait()
+    except BaseException as error:  # handed on to the caller
+        done.set_exception(error)
+    else:
+        done.set_result(None)

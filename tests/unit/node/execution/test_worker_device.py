@@ -3,7 +3,7 @@
 import asyncio
 import json
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -170,6 +170,52 @@ async def test_a_block_goes_to_the_device_once(node: Node) -> None:
     assert node.link.copies.done == [NBYTES] * (BLOCKS + 1)
     assert node.engine.given[MODEL, 0] == bytes(NBYTES)
     assert node.engine.given[MODEL, 1] == bytes([99]) * NBYTES
+
+
+async def test_blocks_go_up_one_right_after_the_other(node: Node) -> None:
+    """Not only once the engine, which may be in a step, has taken in the one before."""
+    await node.worker.open_model(MODEL, HASH_MODEL)
+    node.link.copies.shut()
+    blocks = {block: node.blocks[block] for block in range(BLOCKS)}
+    attached = asyncio.create_task(node.worker.attach(MODEL, blocks))
+    await until(lambda: node.link.copies.most_pending == BLOCKS)
+    node.link.copies.open()
+    assert not await attached
+    assert node.engine.given == {(MODEL, i): bytes([i]) * NBYTES for i in range(BLOCKS)}
+
+
+async def test_a_block_that_was_lifted_goes_up_once(node: Node) -> None:
+    await node.worker.open_model(MODEL, HASH_MODEL)
+    node.link.copies.shut()
+    for _ in range(2):
+        node.worker.lift(MODEL, 0, node.blocks[0])
+    await until(lambda: node.link.copies.most_pending == 1)
+    node.link.copies.open()
+    assert not await node.worker.attach(MODEL, {0: node.blocks[0]})
+    assert node.engine.given == {(MODEL, 0): bytes(NBYTES)}
+    assert node.link.copies.done == [NBYTES]
+
+
+async def test_a_model_closes_once_what_was_lifted_is_there(node: Node) -> None:
+    """Nothing is lifted for a model that is not open."""
+    await node.worker.open_model(MODEL, HASH_MODEL)
+    node.link.copies.shut()
+    node.worker.lift(MODEL, 0, node.blocks[0])
+    await until(lambda: node.link.copies.most_pending == 1)
+    closing = asyncio.create_task(node.worker.close_model(MODEL))
+    await asyncio.sleep(0)
+    node.worker.lift(MODEL, 1, node.blocks[1])
+    assert not closing.done()
+    node.link.copies.open()
+    await closing
+    assert node.link.copies.done == [NBYTES]
+    assert not node.engine.given
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # the link's thread tells nobody  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
 
 
 # --- warm-up ----------------------------------------------------------------
