@@ -18,7 +18,7 @@ COLUMNS, DEPTH, WARPS, STAGES = 4, 512, 1, 4
 
 
 class OneRowStep(LayerStep):
-    """Without adapters."""
+    """A step of one row, without adapters."""
 
     def _run_layer(self, layer: LayerUnit, hidden: Tensor, kv: Tensor) -> None:
         qkv = normed_product(hidden, layer.input_norm, self._eps, _stored(layer.qkv))

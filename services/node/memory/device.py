@@ -153,10 +153,8 @@ class DeviceArena:
         see `settle`. Conflict: the arena was left.
         """
         offset = self._offset(block)
-        source, target = (
-            torch.frombuffer(block, dtype=torch.uint8),
-            self._bytes[offset : offset + len(block)],
-        )
+        source = torch.frombuffer(block, dtype=torch.uint8)
+        target = self._bytes[offset : offset + len(block)]
         await self._ended(lambda: self._copy(source, target).synchronize)
         self._there.add(offset, offset + len(block))
         return target
