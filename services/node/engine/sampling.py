@@ -17,7 +17,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from services.node.engine import device_sampling
 from services.node.engine.base import Draw
 from services.node.engine.copies import to_device
 from services.node.engine.processors import Logits, Processor
@@ -120,6 +119,8 @@ def _draw_there(
     random = [row for row in rows if draws[row].sampling.temperature > 0]
     if not random:
         return
+    from services.node.engine import device_sampling  # Triton is not installed everywhere
+
     at = to_device(torch.tensor(random), logits.device)
     samplings = [draws[row].sampling for row in random]
     chances = [uniform(draws[row].sampling.seed, draws[row].index) for row in random]

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from services.node.core.kv import pages_of
 from services.node.engine.adapters import Adapter
 from services.node.engine.attention import Span
 from services.node.engine.base import (
@@ -257,10 +258,11 @@ class TorchSweep:
         """Starts the sequences that begin here, and takes pages for every row."""
         layers = model.layers_with_kv(part.start, part.stop)
         if layers:
-            rows = {row.sequence: row for row in part.rows}
+            rows = {row.sequence: row for row in part.rows if not self._has_room(row)}
             layers_from = cache(lambda start: model.layers_with_kv(start, part.stop))
             wanted = [self._missing(row, part, layers_from) for row in rows.values()]
-            self._kv.require(self._model_id, wanted)
+            if wanted:
+                self._kv.require(self._model_id, wanted)
         sequences: list[KvSequence] = []
         for row in part.rows:
             sequence = self._kv.find(row.sequence) or self._kv.start(
@@ -280,6 +282,13 @@ class TorchSweep:
             self._kv.extend(sequence, row.count, row.proposed)
             sequences.append(sequence)
         return sequences
+
+    def _has_room(self, row: Row) -> bool:
+        """Whether the row goes on in pages that its sequence has, as most steps of decode do."""
+        sequence = self._kv.find(row.sequence)
+        if sequence is None or row.position == 0:
+            return False
+        return pages_of(row.position + row.count) <= len(sequence.pages)
 
     def _missing(
         self, row: Row, part: StagePart, layers_from: Callable[[int], range]
