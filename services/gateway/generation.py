@@ -1,5 +1,6 @@
 """From tokens to what a client reads: one call, until all its choices have ended."""
 
+import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from functools import partial
@@ -78,6 +79,7 @@ class Generation:
         self._series = metrics.of(record.name)
         self._span = span
         self._tab = tab
+        self._loop = asyncio.get_running_loop()
         self._arrived = now()
         self._pieces: Mailbox[tuple[Choice, Piece]] = Mailbox()
         self.outlet: Outlet | None = None
@@ -289,20 +291,21 @@ class Generation:
         return Delta(choice, parts, told, logprobs, choice.finish, self.generated, self.reasoning)
 
     def _measure(self, choice: Choice) -> None:
-        count = len(choice.tokens)
+        """The series are told in the loop's next turn: the token goes to the client first."""
+        count, tell = len(choice.tokens), self._loop.call_soon
         if count == 1:
             choice.first_at = now()
             trace = self._span.exemplar
-            self._series.ttft.observe(choice.first_at - self._arrived, trace)
+            tell(self._series.ttft.observe, choice.first_at - self._arrived, trace)
             waited_s = max(0.0, choice.request.submitted_at - self._arrived)
-            self._series.queue_s.observe(waited_s, trace)
+            tell(self._series.queue_s.observe, waited_s, trace)
             if not self._ttft_s:
                 self._ttft_s, self._queue_s = choice.first_at - self._arrived, waited_s
         if choice.finish:
-            self._series.tokens.inc(count)
-            self._metrics.requests.labels(self.record.name, choice.finish).inc()
+            tell(self._series.tokens.inc, count)
+            tell(self._metrics.requests.labels(self.record.name, choice.finish).inc)
             if count > 1:
                 mean = (now() - choice.first_at) / (count - 1)
                 self._tpot_s = max(self._tpot_s, mean)
-                self._series.tpot.observe(mean, self._span.exemplar)
-            self._series.duration.observe(now() - self._arrived, self._span.exemplar)
+                tell(self._series.tpot.observe, mean, self._span.exemplar)
+            tell(self._series.duration.observe, now() - self._arrived, self._span.exemplar)

@@ -80,9 +80,9 @@ class Attempts:
         while True:
             gateway, tokens = await self._tokens.get()
             self._owners.told(gateway, tokens)
+            await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._spans.told(tokens)
             self._answers.told(tokens)
-            await self._publish(subjects.gateway_tokens(gateway), tokens)
             self._tokens.task_done()
 
     async def published(self) -> None:

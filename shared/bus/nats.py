@@ -63,7 +63,7 @@ class NatsBus(Delivery):
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         data = check_size(encode(message), subject)
         async with self._connection.call(subject, timeout, (subject,)):
-            answer: Msg = await self._connection.client.request(subject, data, timeout=timeout)
+            answer: Msg = await self._connection.client.request(subject, data, timeout=None)
         return self.expect(subject, answer.data, reply)
 
     async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:

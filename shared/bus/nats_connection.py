@@ -19,6 +19,7 @@ from nats.aio.msg import Msg
 from nats.js.api import StreamInfo
 
 from shared.bus.delivery import Tasks
+from shared.bus.nats_client import PromptClient
 from shared.bus.nats_ends import address_of, check_payload, check_version, identity_of, version_of
 from shared.config import BusConfig
 from shared.errors import BusError, BusTimeout, NoResponders, NotPermitted
@@ -264,7 +265,7 @@ class Connection:
 
     async def _connect(self) -> Client:
         identity = identity_of(self._config)
-        client = Client()
+        client = PromptClient()
         try:
             await client.connect(
                 servers=self._config.url.split(","),

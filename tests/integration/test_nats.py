@@ -3,6 +3,7 @@
 import asyncio
 import re
 import socket
+import threading
 from contextlib import aclosing
 from pathlib import Path
 
@@ -170,6 +171,50 @@ async def test_messages_are_buffered_while_the_server_is_away(restartable: NatsS
         await restartable.start()
         async with asyncio.timeout(WAIT_S):
             assert await heard.get() == numbered(0)
+
+
+async def test_what_is_published_needs_no_other_turn_of_the_loop(nats_server: NatsServer) -> None:
+    listens, heard, over = threading.Event(), threading.Event(), threading.Event()
+
+    async def hear(_: Message) -> None:
+        heard.set()
+
+    async def listen() -> None:
+        async with NatsBus(BusConfig(url=nats_server.url), "other") as other:
+            await other.subscribe("subject", On(Message, hear))
+            listens.set()
+            await asyncio.to_thread(over.wait)
+
+    async with NatsBus(BusConfig(url=nats_server.url), "one") as bus:
+        listening = asyncio.create_task(asyncio.to_thread(asyncio.run, listen()))
+        try:
+            assert await asyncio.to_thread(listens.wait, WAIT_S)
+            await bus.publish("subject", numbered(0))
+            assert heard.wait(WAIT_S / 10)  # no task of this loop runs meanwhile
+        finally:
+            over.set()
+            await listening
+
+
+async def test_messages_of_one_turn_keep_their_order(nats_server: NatsServer) -> None:
+    """The first is written at once, and the others together."""
+    heard: list[Message] = []
+    everything = asyncio.Event()
+
+    async def hear(message: Message) -> None:
+        heard.append(message)
+        if len(heard) == 1000:
+            everything.set()
+
+    async with NatsBus(BusConfig(url=nats_server.url), "one") as bus:
+        await bus.subscribe("subject", On(Message, hear))
+        for number in range(1000):
+            await bus.publish("subject", numbered(number))
+            if number % 7 == 0:
+                await asyncio.sleep(0)
+        async with asyncio.timeout(WAIT_S):
+            await everything.wait()
+    assert heard == [numbered(number) for number in range(1000)]
 
 
 async def test_a_bus_closes_while_the_server_is_away(restartable: NatsServer) -> None:

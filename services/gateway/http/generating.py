@@ -1,5 +1,6 @@
 """From what is asked of a model to the answer that is sent, for every API that generates text."""
 
+import asyncio
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -90,10 +91,11 @@ class Generating:
         codec = lingo.codec
         if key is not None:
             return await self._answer_keyed(request, asked, key, generation, codec, encoder_of)
-        encoder = encoder_of(generation, request[ID], codec, int(time.time()))
-        # What takes long to write (a line for every token of the prompt) is written by its task.
-        direct = None if generation.scored else self._connections.of(request.transport)
         async with generation:
+            await asyncio.sleep(0)  # the requests go to their nodes before anything else is done
+            encoder = encoder_of(generation, request[ID], codec, int(time.time()))
+            # What takes long to write (a line for each token of the prompt) is written by its task.
+            direct = None if generation.scored else self._connections.of(request.transport)
             if asked.stream:
                 return await sending.stream(
                     request, generation, encoder, direct, self._log, request[ID]

@@ -1,5 +1,6 @@
 """What surrounds every call: its id, who may call, errors, and headers."""
 
+import asyncio
 import re
 from collections.abc import Awaitable, Callable
 
@@ -67,7 +68,9 @@ class Outer:
             return response
         finally:
             if request.method == "POST":  # the others ask no model for anything
-                span.end(request.method, _route(request), status)
+                # In the loop's next turn: the answer goes to the client first.
+                loop = asyncio.get_running_loop()
+                loop.call_soon(span.end, request.method, _route(request), status)
 
     async def _answer(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
         try:

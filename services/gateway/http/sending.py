@@ -80,6 +80,9 @@ async def stream(
                 data = _overs(deltas) + data
                 if not data:
                     continue  # half a character, or the possible beginning of a stop string
+                if not source.generation.open:
+                    last += data  # a system call less than if it went before what ends the stream
+                    continue
                 if not response.prepared:
                     await response.prepare(request)
                 await response.write(data)
@@ -88,7 +91,7 @@ async def stream(
                     source.generation.outlet = _Direct(connection, response, encoder, signs)
             if not response.prepared:
                 await response.prepare(request)
-            last = encoder.last()
+            last += encoder.last()
         except (ConnectionResetError, asyncio.CancelledError):
             raise
         except Exception as error:  # headers are out, so the stream itself has to say it
@@ -97,7 +100,7 @@ async def stream(
             if not isinstance(error, ApiError):
                 log.exception("stream failed", request=call)
                 error = ApiError(500, FAILED)
-            last = encoder.failed(error)
+            last += encoder.failed(error)
         await response.write_eof(last)
     except ConnectionResetError:
         pass  # the client left, and with it its interest in the answer

@@ -3,12 +3,12 @@
 import asyncio
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from shared import telemetry
 from shared.messages.instances import InstanceState
+from tests.support import spans as support_spans
 from tests.unit.gateway.reader import TEXT, Reader, nodes_of
 from tests.unit.gateway.support import NAME, Cluster, path, replica, running
 
@@ -17,11 +17,7 @@ MOVING = InstanceState.MOVING
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
-    return exporter
+    return support_spans.exported(monkeypatch)
 
 
 def named(spans: InMemorySpanExporter, name: str) -> list[ReadableSpan]:

@@ -4,8 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.node.attempt_spans import AttemptSpans
@@ -15,6 +14,7 @@ from shared.errors import CapacityExceeded
 from shared.ids import GatewayId, InstanceId, ModelId, NodeId, RequestId
 from shared.messages.instances import Stage
 from shared.messages.serving import AttemptFailed, Cancel, Sampling, Submit, Token, Tokens
+from tests.support import spans as support_spans
 
 NODE, REQUEST = NodeId("a"), RequestId("r")
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
@@ -22,11 +22,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
-    return exporter
+    return support_spans.exported(monkeypatch)
 
 
 def submit(attempt: int = 1, trace: str = TRACE) -> Submit:

@@ -13,11 +13,14 @@ from typing import Any, TextIO
 
 import pytest
 import structlog
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.trace import Status, StatusCode
 
 from shared import telemetry
 from shared.config import TelemetryConfig
 from shared.errors import ConfigError
 from shared.span_file import SpanFile
+from tests.support.spans import exported
 
 MORE_THAN_A_PIPE_HOLDS = 1000
 """Spans of 200 bytes or more; a pipe holds 64 KiB."""
@@ -71,6 +74,22 @@ def test_a_trace_goes_on_in_another_process(tmp_path: Path) -> None:
     assert (arrival["start_ns"], arrival["end_ns"]) == (20, 30)
     assert arrival["links"] == ["-".join(planned.split("-")[1:3])]
     assert event["end_ns"] == 99
+
+
+def test_a_span_that_is_recorded_goes_out_as_one_that_was_begun(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exporter = exported(monkeypatch)
+    parent = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+    what: dict[str, Any] = {
+        "parent": parent, "start_ns": 10, "attributes": {"block": 7}, "links": [parent, "junk"],
+    }  # fmt: skip
+    begun = telemetry.start("pull", **what)
+    begun.set_status(Status(StatusCode.ERROR, "lost"))
+    begun.end(end_time=20)
+    telemetry.record("pull", end_ns=20, own=telemetry.traceparent(begun), error="lost", **what)
+    one, other = exporter.get_finished_spans()
+    assert encode_spans([one]) == encode_spans([other])
 
 
 def test_without_a_parent_a_trace_begins(tmp_path: Path) -> None:

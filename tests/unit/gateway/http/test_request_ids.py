@@ -5,13 +5,11 @@ from typing import Any
 import aiohttp
 import pytest
 import structlog
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON
 
 from services.gateway.frontend import Frontend
-from shared import telemetry
+from tests.support import spans as support_spans
 from tests.unit.gateway.http.builders import ASK, CHAT
 from tests.unit.gateway.support import NAME, Cluster
 
@@ -27,11 +25,7 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.fixture
 def spans(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider(sampler=ALWAYS_ON)  # as `telemetry.configure` makes it
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
-    return exporter
+    return support_spans.exported(monkeypatch)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -28,8 +28,9 @@ async def test_streamed_completion(http: aiohttp.ClientSession) -> None:
     assert last["usage"]["completion_tokens"] == 12
 
 
-async def test_a_stream_takes_no_more_writes_than_it_has_tokens(
-    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("tokens", "writes"), [(1, 1), (2, 3)])
+async def test_a_stream_takes_few_writes(
+    http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, tokens: int, writes: int
 ) -> None:
     """Each is a system call, and wakes the client: the headers go with the first event, and the end
     of the body with the last one."""
@@ -41,9 +42,9 @@ async def test_a_stream_takes_no_more_writes_than_it_has_tokens(
         return send(to, data)
 
     monkeypatch.setattr(socket.socket, "send", record)
-    await events(http, {**ASK, "max_tokens": 2}, "completions")
+    await events(http, {**ASK, "max_tokens": tokens}, "completions")
     ours = [data for data in sent if not data.startswith(b"POST")]
-    assert len(ours) == 3
+    assert len(ours) == writes
     assert ours[0].startswith(b"HTTP/1.1 200 OK\r\n")
     assert b"\ndata: {" in ours[0]
     assert ours[-1].endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")

@@ -3,8 +3,7 @@
 import msgspec
 import pytest
 import torch
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from services.node.core.microbatches import (
@@ -17,10 +16,10 @@ from services.node.core.microbatches import (
 from services.node.core.rows import Draw, Row
 from services.node.execution import activations, stage_spans
 from services.node.execution.stage_spans import StageSpans
-from shared import telemetry
 from shared.errors import CapacityExceeded, PeerLost
 from shared.ids import NodeId
 from shared.messages.serving import Sampling
+from tests.support import spans as support_spans
 from tests.support.submits import BLOCKS, MODEL, stages, submit
 from tests.unit.node.execution.test_steps import Rig, hidden_states
 
@@ -33,11 +32,7 @@ TOKEN = Row("x#1", 2, 1, 9, draw=Draw(1, Sampling()))
 
 @pytest.fixture
 def exported(monkeypatch: pytest.MonkeyPatch) -> InMemorySpanExporter:
-    exporter = InMemorySpanExporter()
-    provider = TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    monkeypatch.setattr(telemetry, "_tracer", provider.get_tracer("test"))
-    return exporter
+    return support_spans.exported(monkeypatch)
 
 
 def say(rig: Rig, message: StageMessage, hidden: torch.Tensor | None = None) -> None:
