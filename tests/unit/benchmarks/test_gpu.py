@@ -10,8 +10,8 @@ import pytest
 
 from benchmarks.gpu import __main__ as bench
 from benchmarks.gpu.apart import measured
-from benchmarks.gpu.cases import Case, Sizes, of_device, of_model
-from benchmarks.gpu.scale import raw_config
+from benchmarks.gpu.cases import Case, of_device, of_model
+from benchmarks.gpu.scale import Sizes, raw_config
 from services.node.checkpoints.config import ModelConfig
 
 SHAPE = "llama-3-8b"
