@@ -5,16 +5,25 @@ reports at least once a second, mostly what it said before. What it says is sort
 changes, so that the cost of a question about one model does not grow with the others.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Iterator
 from math import inf
 from statistics import median_low
-
-import msgspec
 
 from services.planner.core.arrivals import Arrivals
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
+from services.planner.core.said import (
+    MISSED,
+    NO_CHANGE,
+    Blocks,
+    Change,
+    Said,
+    by_model,
+    in_arena,
+    load_rate,
+    out_rate,
+    put,
+)
 from shared.ids import Generation, ModelId, NodeId
 from shared.messages.changes import applies, named_by
 from shared.messages.pool import (
@@ -35,49 +44,6 @@ LOAD_BYTES_PER_S = 1e9
 REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
-Blocks = frozenset[int]
-Holdings = tuple[Holding, ...]
-"""What a node holds of one model."""
-
-
-@dataclass(slots=True)
-class _Said:
-    """What a node said last."""
-
-    status: NodeStatus
-    """Its last report. That names only what had changed."""
-    at: float
-    holdings: dict[ModelId, Holdings] = field(default_factory=dict)
-    """All that its reports say it holds."""
-    in_arena: dict[ModelId, Holdings] = field(default_factory=dict)
-    """What its arena holds of that."""
-    models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
-    """Its holdings, and what has arrived since."""
-    arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
-    """(model, block) -> when, of blocks that no report has confirmed yet."""
-    on_device: Mapping[ModelId, Blocks] = field(default_factory=dict)
-    """The models in its device memory. Replaced, never changed."""
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What a report changed."""
-
-    more_room: bool = False
-    """Whether the node has more room than it had."""
-    models: frozenset[ModelId] = frozenset()
-    """The models that are in the node's device memory, or were until now."""
-    changed: frozenset[ModelId] = frozenset()
-    """Those of them that its device memory holds more or less of than before; all of them if what
-    it measured has changed."""
-    gained: Mapping[ModelId, Blocks] = {}
-    """Blocks that are in its device memory now and were not."""
-    missed: bool = False
-    """Whether it builds on reports that did not come, so that it was not taken in."""
-
-
-NO_CHANGE = Change()
-MISSED = Change(missed=True)
-
 
 class Cluster:
     """Plain state; every change comes in through one of the `on_` methods."""
@@ -86,7 +52,7 @@ class Cluster:
         self.nodes: dict[NodeId, NodeInfo] = {}
         self.loads = LoadReports()
         self.measured = Measured()
-        self._said: dict[NodeId, _Said] = {}
+        self._said: dict[NodeId, Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """The nodes, of any generation, that say they hold something of the model."""
         self._in_memory: dict[ModelId, set[NodeId]] = {}
@@ -191,9 +157,9 @@ class Cluster:
             self.measured.on_profile(status.node, status.profile)
         was = said.on_device if said is not None else {}
         again = said is not None and known is not None and known.generation == status.generation
-        if not again or _load_rate(known) != _load_rate(status):
+        if not again or load_rate(known) != load_rate(status):
             self._disks = None
-        if not again or _out_rate(known) != _out_rate(status):
+        if not again or out_rate(known) != out_rate(status):
             self._fastest.clear()
         before = was if again else {}
         if said is not None and again:
@@ -217,33 +183,33 @@ class Cluster:
         }
         return Change(more_room, models, changed, gained)
 
-    def _sort(self, status: NodeStatus, now: float) -> _Said:
+    def _sort(self, status: NodeStatus, now: float) -> Said:
         """Takes in what a node says for the first time, or under a new generation."""
         if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
-        said = self._said[status.node] = _Said(status, now)
+        said = self._said[status.node] = Said(status, now)
         self._speaking = None
-        for model, holdings in _by_model(status.holdings).items():
-            _put(said, model, holdings)
+        for model, holdings in by_model(status.holdings).items():
+            put(said, model, holdings)
             for holding in holdings:
                 self._add(said, model, holding.tier, holding.blocks)
         return said
 
-    def _sort_again(self, said: _Said, status: NodeStatus, now: float) -> None:
+    def _sort_again(self, said: Said, status: NodeStatus, now: float) -> None:
         """Sorts what differs from what the node said before, and what has arrived since then."""
         said.status, said.at = status, now
         changed = {model for model, _ in said.arrived}
-        new = _by_model(status.holdings)
+        new = by_model(status.holdings)
         if status.since and not (new or status.dropped or changed):
             return
         for model in named_by(status) if status.since else said.holdings.keys() | new.keys():
             if said.holdings.get(model, ()) != (holdings := new.get(model, ())):
-                _put(said, model, holdings)
+                put(said, model, holdings)
                 changed.add(model)
         if changed:
             self._sort_models(said, changed, now)
 
-    def _sort_models(self, said: _Said, changed: Collection[ModelId], now: float) -> None:
+    def _sort_models(self, said: Said, changed: Collection[ModelId], now: float) -> None:
         """Sorts anew what the node holds of these models."""
         arrived, said.arrived = said.arrived, {}
         was_on = said.on_device
@@ -262,7 +228,7 @@ class Cluster:
         if said.on_device == was_on:
             said.on_device = was_on
 
-    def _add(self, said: _Said, model: ModelId, tier: Tier, blocks: Iterable[int]) -> None:
+    def _add(self, said: Said, model: ModelId, tier: Tier, blocks: Iterable[int]) -> None:
         tiers = said.models.setdefault(model, {})
         tiers[tier] = tiers.get(tier, frozenset()).union(blocks)
         self._holders.setdefault(model, set()).add(said.status.node)
@@ -281,7 +247,7 @@ class Cluster:
             rate, known = self.out_bytes_per_s(node), self._fastest[model]
             self._fastest[model] = rate if known is None else max(known, rate)
 
-    def _unsort(self, said: _Said) -> None:
+    def _unsort(self, said: Said) -> None:
         for model in said.models:
             self._unlist(said.status.node, model)
 
@@ -490,7 +456,7 @@ class Cluster:
         for node, said in self._said.items():
             assert said.status.node == node
             assert all(said.holdings.values()), "nothing is kept of what it does not hold"
-            in_arenas = {m: _in_arena(holdings) for m, holdings in said.holdings.items()}
+            in_arenas = {m: in_arena(holdings) for m, holdings in said.holdings.items()}
             assert said.in_arena == {m: holdings for m, holdings in in_arenas.items() if holdings}
             for model, block in said.arrived:
                 assert block in said.models[model][Tier.GPU]
@@ -505,7 +471,7 @@ class Cluster:
         }
         assert {model: nodes for model, nodes in in_memory.items() if nodes} == self._in_memory
 
-    def _of_node(self, node: NodeId) -> _Said | None:
+    def _of_node(self, node: NodeId) -> Said | None:
         """What the current generation of the node said; None if it has said nothing."""
         info, said = self.nodes.get(node), self._said.get(node)
         if info is None or said is None or said.status.generation != info.generation:
@@ -520,31 +486,3 @@ class Cluster:
     def _models(self, node: NodeId) -> dict[ModelId, dict[Tier, Blocks]]:
         said = self._of_node(node)
         return said.models if said is not None else {}
-
-
-def _by_model(holdings: Iterable[Holding]) -> dict[ModelId, Holdings]:
-    found: dict[ModelId, list[Holding]] = {}
-    for holding in holdings:
-        found.setdefault(holding.model_id, []).append(holding)
-    return {model: tuple(each) for model, each in found.items()}
-
-
-def _put(said: _Said, model: ModelId, holdings: Holdings) -> None:
-    """The node says that it holds this of the model now."""
-    for kept, new in (said.holdings, holdings), (said.in_arena, _in_arena(holdings)):
-        if new:
-            kept[model] = new
-        else:
-            kept.pop(model, None)
-
-
-def _load_rate(status: NodeStatus | None) -> float:
-    return status.profile.load_bytes_per_s if status is not None else 0.0
-
-
-def _out_rate(status: NodeStatus | None) -> float:
-    return status.profile.out_bytes_per_s if status is not None else 0.0
-
-
-def _in_arena(holdings: Holdings) -> Holdings:
-    return tuple(holding for holding in holdings if holding.tier in ARENA)
