@@ -9,6 +9,7 @@ from shared.ids import ModelId
 from shared.messages.pool import ARENA, Holding, NodeStatus, Tier
 
 Blocks = frozenset[int]
+NOTHING = Blocks()
 Holdings = tuple[Holding, ...]
 """What a node holds of one model."""
 
@@ -26,10 +27,11 @@ class Said:
     """What its arena holds of that."""
     models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
     """Its holdings, and what has arrived since."""
-    arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
-    """(model, block) -> when, of blocks that no report has confirmed yet."""
-    on_device: Mapping[ModelId, Blocks] = field(default_factory=dict)
-    """The models in its device memory. Replaced, never changed."""
+    arrived: dict[ModelId, dict[int, float]] = field(default_factory=dict)
+    """When blocks of each model arrived, of those that no report has confirmed yet."""
+    on_device: dict[ModelId, Blocks] = field(default_factory=dict)
+    """The models in its device memory, as in `models`. Blocks that are the same stay the same
+    object."""
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -57,6 +59,16 @@ def by_model(holdings: Iterable[Holding]) -> dict[ModelId, Holdings]:
     for holding in holdings:
         found.setdefault(holding.model_id, []).append(holding)
     return {model: tuple(each) for model, each in found.items()}
+
+
+def in_tiers(holdings: Holdings) -> dict[Tier, Blocks]:
+    """What a node holds of one model, by tier."""
+    found: dict[Tier, Blocks] = {}
+    for holding in holdings:
+        blocks = frozenset(holding.blocks)
+        known = found.get(holding.tier)
+        found[holding.tier] = blocks if known is None else known | blocks
+    return found
 
 
 def put(said: Said, model: ModelId, holdings: Holdings) -> None:
