@@ -4,11 +4,12 @@ Trouble that comes in another phase waits until the event is `loading`. All trou
 then is answered with one revision.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from services.planner.core import commands, events
+from services.planner.core.arrivals import News
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase, Trouble
@@ -254,27 +255,24 @@ class EventMachine(Growing):
         elif self.phase is Phase.LOADING and at >= self._trust.look_at:
             self._look_for_slow_nodes()
 
-    def on_blocks(
-        self,
-        node: NodeId,
-        blocks: Sequence[Landing],
-        since_s: Sequence[float],
-        gained: Collection[int],
-    ) -> None:
-        """A target says that it has blocks, and for how long it has had each. Those in `gained` are
-        new; a report of the node may have named the others before."""
-        if node not in self.targets:
-            return
-        moved, at, land, counted = 0, self._desk.at, self._trust.land, self._counted
-        if gained and not self.over:
-            self._news_at, self._stalls = at, 0
-        for each, ago_s in zip(blocks, since_s, strict=True):
-            key = node, each.block
-            land(key, at - ago_s)
-            if key not in counted:
-                counted.add(key)
-                moved += each.nbytes if each.source != node else 0
-        self._noted(events.arrived(self.record, blocks, moved))
+    def on_blocks(self, news: News) -> None:
+        """Targets say that they have blocks."""
+        at, moved, landings = self._desk.at, 0, list[Landing]()
+        for arrivals, gained in news:
+            node = arrivals.node
+            if node not in self.targets:
+                continue
+            if gained and not self.over:
+                self._news_at, self._stalls = at, 0
+            self._trust.told(arrivals, at)
+            landings += arrivals.blocks
+            counted = self._counted.setdefault(node, set())
+            for each in arrivals.blocks:
+                if each.block not in counted:
+                    counted.add(each.block)
+                    moved += each.nbytes if each.source != node else 0
+        if landings:
+            self._noted(events.arrived(self.record, landings, moved))
 
     def on_holdings(
         self, node: NodeId, held: frozenset[int], gained: Collection[int], at_ns: int
@@ -289,9 +287,8 @@ class EventMachine(Growing):
                 continue
             self._trust.land((node, block), self._desk.at, vague=True)
             self._news_at, self._stalls = self._desk.at, 0
-            if (node, block) not in self._counted:
-                loaded = block in self._promoting.get(node, ())
-                self._count(node, block, 0 if loaded else self._model.block_bytes[block])
+            loaded = block in self._promoting.get(node, ())
+            self._count(node, block, 0 if loaded else self._model.block_bytes[block])
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
@@ -300,8 +297,9 @@ class EventMachine(Growing):
 
     def _count(self, node: NodeId, block: int, nbytes: int) -> None:
         """Counts the bytes that a block brought to a target, once."""
-        if (node, block) not in self._counted:
-            self._counted.add((node, block))
+        counted = self._counted.setdefault(node, set())
+        if block not in counted:
+            counted.add(block)
             moved = self.record.bytes_moved + nbytes
             self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
 

@@ -8,7 +8,9 @@ fault, unless the same receiver is late from another sender too.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import inf
 
+from services.planner.core.arrivals import Arrivals
 from shared.ids import NodeId
 from shared.messages.scaling import Transfer
 
@@ -107,6 +109,16 @@ class Pace:
                 self._vague.add(key)
         if not vague and self._vague:
             self._vague.discard(key)
+
+    def told(self, arrivals: Arrivals, now: float) -> None:
+        """A node says which blocks are there, and for how long: as `land`, of all of them."""
+        node, landed, vague = arrivals.node, self._landed, self._vague
+        for each, since_s in zip(arrivals.blocks, arrivals.since_s, strict=True):
+            key, at = (node, each.block), now - since_s
+            if at < landed.get(key, inf):
+                landed[key] = at
+            if vague:
+                vague.discard(key)
 
     def look(
         self,

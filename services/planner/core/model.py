@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
-from services.planner.core.arrivals import Arrivals
+from services.planner.core.arrivals import News
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.event_phases import Dropped, Freed, Joined
@@ -117,15 +117,20 @@ class ModelMachine:
         self.on_holdings(node, gained)
         return min(self._due(), self._releases.next_wake)
 
-    def on_blocks(self, arrivals: Arrivals, gained: Collection[int]) -> float:
-        """`gained`: those blocks of which nobody has said yet that they are there. Returns when
-        something follows from it."""
-        node, blocks, event = arrivals.node, arrivals.blocks, self.event
-        told = event is not None and event.record.id == arrivals.event
+    def on_blocks(self, news: News) -> float:
+        """Takes in reports of one event. Returns when something follows from them."""
+        event = self.event
+        told = event is not None and event.record.id == news[0][0].event
         if event is not None and told:
-            event.on_blocks(node, blocks, arrivals.since_s, gained)
-        if gained:
-            ended_ns = max([each.finished_ns for each in blocks])
+            event.on_blocks(news)
+        gains: dict[NodeId, tuple[frozenset[int], int]] = {}
+        for arrivals, gained in news:
+            if gained:
+                ended_ns = max([each.finished_ns for each in arrivals.blocks])
+                if before := gains.pop(arrivals.node, None):
+                    gained, ended_ns = gained | before[0], max(ended_ns, before[1])
+                gains[arrivals.node] = gained, ended_ns
+        for node, (gained, ended_ns) in gains.items():
             self.on_holdings(node, gained, ended_ns, told=told)
         return self._due()
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
+from services.planner.core.arrivals import Arrivals
 from services.planner.core.lateness import Late, Pace
 from shared.ids import NodeId
 from shared.messages.scaling import PullFailed, Transfer
@@ -31,6 +32,10 @@ class Trust:
     def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
         """See Pace."""
         self._pace.land(key, at, vague=vague)
+
+    def told(self, arrivals: Arrivals, now: float) -> None:
+        """See Pace."""
+        self._pace.told(arrivals, now)
 
     @property
     def look_at(self) -> float:
