@@ -27,7 +27,7 @@ from services.planner.core.said import (
     put,
 )
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.changes import applies, named_by
+from shared.messages.changes import applies
 from shared.messages.pool import (
     ARENA,
     Holding,
@@ -204,7 +204,8 @@ class Cluster:
         new = by_model(status.holdings)
         if status.since and not (new or status.dropped or changed):
             return {}
-        for model in named_by(status) if status.since else said.holdings.keys() | new.keys():
+        named = (*new, *status.dropped) if status.since else said.holdings.keys() | new.keys()
+        for model in named:
             if said.holdings.get(model, ()) != (holdings := new.get(model, ())):
                 put(said, model, holdings)
                 changed.add(model)

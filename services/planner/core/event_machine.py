@@ -82,8 +82,8 @@ class EventMachine(Growing):
         self.record = msgspec.structs.replace(self.record, bytes_moved=0)
         for node in targets:
             self._look(node)
-            for block in self._held(node):
-                self._count(node, block, self._model.block_bytes[block] if node in receiving else 0)
+            sizes = self._model.block_bytes if node in receiving else (0,) * self._model.n_blocks
+            self._count(node, {block: sizes[block] for block in self._held(node)})
         parts = self.record.parts
         self.effects += [Joined(nodes[n], parts.get(n)) for n in targets if n in nodes]
         reason = "it went while there was no planner"
@@ -282,25 +282,25 @@ class EventMachine(Growing):
             return
         before = len(self._incomplete)
         self._compare(node, held)
-        for block in gained:
-            if block not in held:
-                continue
-            self._trust.land((node, block), self._desk.at, vague=True)
+        if new := [block for block in gained if block in held]:
             self._news_at, self._stalls = self._desk.at, 0
-            loaded = block in self._promoting.get(node, ())
-            self._count(node, block, 0 if loaded else self._model.block_bytes[block])
+            for block in new:
+                self._trust.land((node, block), self._desk.at, vague=True)
+            sizes, loaded = self._model.block_bytes, self._promoting.get(node, ())
+            self._count(node, {block: 0 if block in loaded else sizes[block] for block in new})
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
         if self.phase is Phase.LOADING:
             self._go_on()
 
-    def _count(self, node: NodeId, block: int, nbytes: int) -> None:
-        """Counts the bytes that a block brought to a target, once."""
+    def _count(self, node: NodeId, nbytes: Mapping[int, int]) -> None:
+        """Counts the bytes that blocks brought to a target, once for each."""
         counted = self._counted.setdefault(node, set())
-        if block not in counted:
-            counted.add(block)
-            moved = self.record.bytes_moved + nbytes
+        moved = sum(size for block, size in nbytes.items() if block not in counted)
+        counted.update(nbytes)
+        if moved:
+            moved += self.record.bytes_moved
             self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
 
     def _look(self, node: NodeId) -> None:

@@ -1,6 +1,6 @@
 """What a node said last of what it holds, and what a report of it changed."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -11,7 +11,7 @@ from shared.messages.pool import ARENA, Holding, NodeStatus, Tier
 Blocks = frozenset[int]
 NOTHING = Blocks()
 Holdings = tuple[Holding, ...]
-"""What a node holds of one model."""
+"""What a node holds, mostly of one model."""
 
 
 @dataclass(slots=True)
@@ -54,7 +54,9 @@ NO_CHANGE = Change()
 MISSED = Change(missed=True)
 
 
-def by_model(holdings: Iterable[Holding]) -> dict[ModelId, Holdings]:
+def by_model(holdings: Holdings) -> dict[ModelId, Holdings]:
+    if len(holdings) == 1:  # nearly always
+        return {holdings[0].model_id: holdings}
     found: dict[ModelId, list[Holding]] = {}
     for holding in holdings:
         found.setdefault(holding.model_id, []).append(holding)
@@ -89,4 +91,4 @@ def out_rate(status: NodeStatus | None) -> float:
 
 
 def in_arena(holdings: Holdings) -> Holdings:
-    return tuple(holding for holding in holdings if holding.tier in ARENA)
+    return tuple([holding for holding in holdings if holding.tier in ARENA])
