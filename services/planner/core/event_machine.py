@@ -78,7 +78,7 @@ class EventMachine(Growing):
         self._roles = Roles(self.record.sources, (), (), receiving)
         self._promoting = {n: self._wanted_by(n) - self._held(n) - pulled[n] for n in targets}
         self._orders.sent = dict.fromkeys(targets, self.record.revision)
-        self._trust.begin(self._desk.at)
+        self._trust.begin(self._desk.at, len(self.record.transfers))
         self.record = msgspec.structs.replace(self.record, bytes_moved=0)
         for node in targets:
             self._look(node)
@@ -205,7 +205,7 @@ class EventMachine(Growing):
     def _send(self, targets: Iterable[NodeId]) -> None:
         self._step(Phase.SENDING)
         self._note(self._desk.now.wall_ns, "sent_s")
-        self._trust.begin(self._desk.at)
+        self._trust.begin(self._desk.at, len(self.record.transfers))
         self._orders.send(self.record, targets, self._promoting)
         self._sent()
 

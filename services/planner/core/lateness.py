@@ -58,22 +58,24 @@ def late_transfers(
     """
     out_free: dict[NodeId, float] = {}
     in_free: dict[NodeId, float] = {}
-    waiting = float("inf")
+    when = arrived.get  # of large plans there are 10^4 transfers
     for transfer in transfers:
         src, dst, block = transfer.src, transfer.dst, transfer.block
-        over = arrived.get((dst, block))
+        over = when((dst, block))
         if held is not None:
-            if dst not in held or (over is None and block in held[dst]):
+            there = held.get(dst)
+            if there is None or (over is None and block in there):
                 continue
-            if src in held and block not in held[src]:
+            sends = held.get(src)
+            if sends is not None and block not in sends:
                 continue
         due = max(
             began,
-            arrived.get((src, block), began),
+            when((src, block), began),
             out_free.get(src, began),
             in_free.get(dst, began),
         )
-        out_free[src] = in_free[dst] = waiting if over is None else over
+        out_free[src] = in_free[dst] = inf if over is None else over
         took = (now if over is None else over) - due
         if over is None or (dst, block) in vague:
             took -= untold_s

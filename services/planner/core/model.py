@@ -11,7 +11,7 @@ from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.arrivals import News
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
-from services.planner.core.event_phases import Dropped, Freed, Joined
+from services.planner.core.event_phases import Dropped, Freed, Joined, Phase
 from services.planner.core.fleet import Cause, Fleet, describe
 from services.planner.core.forecast import Expected, expected_of
 from services.planner.core.journal import Journal
@@ -93,8 +93,7 @@ class ModelMachine:
             self._note_released(node)
             if self.standing.leaving(node):
                 return
-        held = self._held(node)
-        member = self.fleet.members.get(node)
+        held, member = self._held(node), self.fleet.members.get(node)
         if member is not None:
             lost = not member.held <= held
             self.fleet.look(member, held)
@@ -193,12 +192,15 @@ class ModelMachine:
         else:
             self.event.on_token(message)
 
-    def on_answer(self, answer: Answer) -> None:
-        """Takes in the first answer to a question of this model."""
+    def on_answer(self, answer: Answer) -> float:
+        """Takes in the first answer to a question of this model. Returns when something follows
+        from it."""
         ticket = answer.ticket
         if ticket.event is not None:
             if self.event is not None and self.event.record.id == ticket.event:
                 self.event.on_answer(answer)
+                if self.event.phase is Phase.SENDING:  # other targets have still to answer
+                    return self._due()
         elif isinstance(answer, PathsPlanned):
             self.fleet.on_planned(answer)
         else:
@@ -207,6 +209,7 @@ class ModelMachine:
             released = self._releases.on_answer(answer)
             if released is not None:
                 self._note_released(released)
+        return self._desk.at
 
     def check_fixed(self, count: int | None) -> None:
         """BadInput if an operator's number of replicas is above the model's own limit;

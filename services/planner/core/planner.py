@@ -287,7 +287,7 @@ class Planner:
             return  # late, repeated, or another planner's
         if ticket.model is not None:
             if model := self._machines.by_id.get(ticket.model):
-                self._machines.tell(model, lambda model: model.on_answer(answer))
+                self._machines.mention(model, lambda model: model.on_answer(answer))
         elif ticket.number in self._suspects:
             self._on_suspect_pinged(self._suspects.pop(ticket.number), answer)
         elif not self._pool.on_answer(answer) and isinstance(answer, Failed):
