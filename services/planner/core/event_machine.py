@@ -264,7 +264,8 @@ class EventMachine(Growing):
                 continue
             if gained and not self.over:
                 self._news_at, self._stalls = at, 0
-            self._trust.told(arrivals, at)
+            since = zip(arrivals.blocks, arrivals.since_s, strict=True)
+            self._trust.land(node, {each.block: at - ago_s for each, ago_s in since})
             landings += arrivals.blocks
             counted = self._counted.setdefault(node, set())
             for each in arrivals.blocks:
@@ -284,8 +285,7 @@ class EventMachine(Growing):
         self._compare(node, held)
         if new := [block for block in gained if block in held]:
             self._news_at, self._stalls = self._desk.at, 0
-            for block in new:
-                self._trust.land((node, block), self._desk.at, vague=True)
+            self._trust.land(node, dict.fromkeys(new, self._desk.at), vague=True)
             sizes, loaded = self._model.block_bytes, self._promoting.get(node, ())
             self._count(node, {block: 0 if block in loaded else sizes[block] for block in new})
         if len(self._incomplete) < before:

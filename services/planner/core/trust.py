@@ -3,7 +3,6 @@
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
-from services.planner.core.arrivals import Arrivals
 from services.planner.core.lateness import Late, Pace
 from shared.ids import NodeId
 from shared.messages.scaling import PullFailed, Transfer
@@ -31,13 +30,9 @@ class Trust:
         self._pace.begin(now)
         self._look_at = max(self._look_at, _next_look(now, transfers))
 
-    def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
+    def land(self, node: NodeId, blocks: Mapping[int, float], *, vague: bool = False) -> None:
         """See Pace."""
-        self._pace.land(key, at, vague=vague)
-
-    def told(self, arrivals: Arrivals, now: float) -> None:
-        """See Pace."""
-        self._pace.told(arrivals, now)
+        self._pace.land(node, blocks, vague=vague)
 
     @property
     def look_at(self) -> float:
