@@ -159,6 +159,10 @@ class Shell:
             case commands.AskStatus(node=node):
                 wanted = ReportStatus(cause=command.cause)
                 self._outbox.put_nowait((subjects.node_report(node), wanted))
+            case commands.Greet(node=node):
+                # Any message of this term does, where only planners speak.
+                hello = PingMessage(cause=command.cause)
+                self._outbox.put_nowait((subjects.node_release(node), hello))
             case commands.StoreEvent() | commands.StoreFixed() | commands.StoreHistory():
                 self._store.write(command)
             case commands.WakeAt():
