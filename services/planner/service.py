@@ -95,8 +95,8 @@ class PlannerService(Service):
         self.own(await bus.subscribe(subjects.POOL_STATUS, On(NodeStatus, self._hear)))
         self.own(await bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, self._hear)))
         arrivals = (
-            On(BlockArrived, self._hear),
-            On(BlocksArrived, self._hear),
+            On(BlocksArrived, self._gather),
+            On(BlockArrived, self._gather),
             On(PullFailed, self._hear),
             On(FirstPartialToken, self._hear),
         )
@@ -132,6 +132,9 @@ class PlannerService(Service):
 
     async def _hear(self, message: Heard) -> None:
         self._shell.feed(message)
+
+    async def _gather(self, report: BlockArrived | BlocksArrived) -> None:
+        self._shell.gather(report)
 
     async def _state(self, message: PlannerQuery) -> Message:
         return PlannerState(sets=self.core.sets(), events=self.core.events(message.events))

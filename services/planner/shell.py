@@ -29,6 +29,7 @@ from services.planner.core.stimuli import (
     Repaired,
     Replied,
     Stimulus,
+    Together,
     Wake,
 )
 from services.planner.core.tickets import Moment
@@ -39,10 +40,18 @@ from shared.capabilities import LIFETIME_S, Signer
 from shared.clock import now, wall_ns
 from shared.containment import is_containable
 from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, Superseded
+from shared.ids import EventId
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
 from shared.messages.pool import ReportStatus, Reserved, Sources
-from shared.messages.scaling import ApplyPlan, EventChanged, EventRecord, SetInstances
+from shared.messages.scaling import (
+    ApplyPlan,
+    BlockArrived,
+    BlocksArrived,
+    EventChanged,
+    EventRecord,
+    SetInstances,
+)
 from shared.pool_pages import read_pool
 
 REGISTRY_TIMEOUT_S = 2.0
@@ -81,8 +90,25 @@ class Shell:
         """Operators' requests that are open."""
         self._numbers = 0
         self._timer: asyncio.TimerHandle | None = None
+        self._gathered: dict[EventId, list[BlockArrived | BlocksArrived]] = {}
+        """Reports of blocks that came just now, by event."""
+        self._soon: asyncio.Handle | None = None
+        """When they are fed."""
+
+    def gather(self, report: BlockArrived | BlocksArrived) -> None:
+        """Feeds a report of blocks in a moment, together with those that wait to be handled."""
+        if self._soon is None:
+            self._soon = asyncio.get_running_loop().call_soon(self._feed_gathered)
+        self._gathered.setdefault(report.event, []).append(report)
+
+    def _feed_gathered(self) -> None:
+        gathered, self._gathered, self._soon = self._gathered, {}, None
+        for event, reports in gathered.items():
+            self.feed(Together(event, reports))
 
     def feed(self, stimulus: Stimulus) -> None:
+        if self._gathered:  # was said before
+            self._feed_gathered()
         for command in self._planner.handle(stimulus, Moment(now(), wall_ns())):
             self._do(command)
 
@@ -115,8 +141,9 @@ class Shell:
                 self._log.error("not published", subject=subject, exc_info=error)
 
     def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
+        for waiting in self._timer, self._soon:
+            if waiting is not None:
+                waiting.cancel()
 
     # --- commands ---
 
@@ -132,6 +159,10 @@ class Shell:
             case commands.AskStatus(node=node):
                 wanted = ReportStatus(cause=command.cause)
                 self._outbox.put_nowait((subjects.node_report(node), wanted))
+            case commands.Greet(node=node):
+                # Any message of this term does, where only planners speak.
+                hello = PingMessage(cause=command.cause)
+                self._outbox.put_nowait((subjects.node_release(node), hello))
             case commands.StoreEvent() | commands.StoreFixed() | commands.StoreHistory():
                 self._store.write(command)
             case commands.WakeAt():

@@ -22,6 +22,7 @@ from shared.messages.scaling import EventRecord
 from shared.stored import read_stored
 
 RETRY_S = 1.0
+Value = EventRecord | History | int
 _T = TypeVar("_T")
 
 
@@ -30,7 +31,7 @@ class Store:
         self._bus = bus
         self._log = log
         self._buckets: dict[str, KeyValue] = {}
-        self._unwritten: dict[tuple[str, str], bytes | None] = {}
+        self._unwritten: dict[tuple[str, str], Value | None] = {}
         """(bucket, key) -> the value to write; None: to delete."""
         self._wake = asyncio.Event()
         self._settled = asyncio.Event()
@@ -67,9 +68,8 @@ class Store:
         else:
             self._put(subjects.KV_SCALE, change.model, change.count)
 
-    def _put(self, bucket: str, key: str, value: EventRecord | History | int | None) -> None:
-        encoded = None if value is None else msgspec.msgpack.encode(value)
-        self._unwritten[bucket, key] = encoded
+    def _put(self, bucket: str, key: str, value: Value | None) -> None:
+        self._unwritten[bucket, key] = value
         self._wake.set()
 
     async def settled(self) -> None:
@@ -103,8 +103,8 @@ class Store:
                     del self._unwritten[place]
             self._settled.set()
 
-    async def _save(self, bucket: str, key: str, value: bytes | None) -> None:
+    async def _save(self, bucket: str, key: str, value: Value | None) -> None:
         if value is None:
             await self._buckets[bucket].delete(key)
         else:
-            await self._buckets[bucket].put(key, value)
+            await self._buckets[bucket].put(key, msgspec.msgpack.encode(value))

@@ -71,9 +71,13 @@ class Archive:
                 stored += self.put(failed, cause)
         return stored
 
-    def put(self, record: EventRecord, cause: str) -> list[StoreEvent]:
+    def put(
+        self, record: EventRecord, cause: str, fit: EventRecord | None = None
+    ) -> list[StoreEvent]:
+        """`fit`: the record as `fitting` has it, if that is known."""
         self.events[record.id] = record
-        stored = [StoreEvent(event=record.id, record=fitting([record])[0], cause=cause)]
+        fit = fit or fitting([record])[0]
+        stored = [StoreEvent(event=record.id, record=fit, cause=cause)]
         over = [r.id for r in self.events.values() if r.state in events.TERMINAL]
         for event in over[:-KEEP]:
             del self.events[event]

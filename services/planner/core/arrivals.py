@@ -21,6 +21,11 @@ class Arrivals(msgspec.Struct, frozen=True, gc=False):
     """For how long the node has had each."""
 
 
+News = Sequence[tuple[Arrivals, frozenset[int]]]
+"""Reports of one event in their order, at least one, each with those of its blocks of which nobody
+has said yet that they are there."""
+
+
 def arrivals_of(message: BlockArrived | BlocksArrived) -> Arrivals:
     event, node, model = message.event, message.node, message.model_id
     if isinstance(message, BlockArrived):

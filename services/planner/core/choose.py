@@ -71,6 +71,9 @@ class Choice:
 
     def moves(self, blocks: int) -> Iterator[Move]:
         """The moves of single blocks. Blocks of one unit have the same step."""
+        if self.unit == 1:
+            yield from self.schedule.moves
+            return
         for step, src, dst, unit in self.schedule.moves:
             start = unit * self.unit
             for block in range(start, min(start + self.unit, blocks)):

@@ -6,17 +6,28 @@ changes, so that the cost of a question about one model does not grow with the o
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
 from math import inf
 from statistics import median_low
-
-import msgspec
 
 from services.planner.core.arrivals import Arrivals
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
+from services.planner.core.said import (
+    MISSED,
+    NO_CHANGE,
+    NOTHING,
+    Blocks,
+    Change,
+    Said,
+    by_model,
+    in_arena,
+    in_tiers,
+    load_rate,
+    out_rate,
+    put,
+)
 from shared.ids import Generation, ModelId, NodeId
-from shared.messages.changes import applies, named_by
+from shared.messages.changes import applies
 from shared.messages.pool import (
     ARENA,
     Holding,
@@ -35,49 +46,6 @@ LOAD_BYTES_PER_S = 1e9
 REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 
-Blocks = frozenset[int]
-Holdings = tuple[Holding, ...]
-"""What a node holds of one model."""
-
-
-@dataclass(slots=True)
-class _Said:
-    """What a node said last."""
-
-    status: NodeStatus
-    """Its last report. That names only what had changed."""
-    at: float
-    holdings: dict[ModelId, Holdings] = field(default_factory=dict)
-    """All that its reports say it holds."""
-    in_arena: dict[ModelId, Holdings] = field(default_factory=dict)
-    """What its arena holds of that."""
-    models: dict[ModelId, dict[Tier, Blocks]] = field(default_factory=dict)
-    """Its holdings, and what has arrived since."""
-    arrived: dict[tuple[ModelId, int], float] = field(default_factory=dict)
-    """(model, block) -> when, of blocks that no report has confirmed yet."""
-    on_device: Mapping[ModelId, Blocks] = field(default_factory=dict)
-    """The models in its device memory. Replaced, never changed."""
-
-
-class Change(msgspec.Struct, frozen=True):
-    """What a report changed."""
-
-    more_room: bool = False
-    """Whether the node has more room than it had."""
-    models: frozenset[ModelId] = frozenset()
-    """The models that are in the node's device memory, or were until now."""
-    changed: frozenset[ModelId] = frozenset()
-    """Those of them that its device memory holds more or less of than before; all of them if what
-    it measured has changed."""
-    gained: Mapping[ModelId, Blocks] = {}
-    """Blocks that are in its device memory now and were not."""
-    missed: bool = False
-    """Whether it builds on reports that did not come, so that it was not taken in."""
-
-
-NO_CHANGE = Change()
-MISSED = Change(missed=True)
-
 
 class Cluster:
     """Plain state; every change comes in through one of the `on_` methods."""
@@ -86,7 +54,7 @@ class Cluster:
         self.nodes: dict[NodeId, NodeInfo] = {}
         self.loads = LoadReports()
         self.measured = Measured()
-        self._said: dict[NodeId, _Said] = {}
+        self._said: dict[NodeId, Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """The nodes, of any generation, that say they hold something of the model."""
         self._in_memory: dict[ModelId, set[NodeId]] = {}
@@ -187,116 +155,117 @@ class Cluster:
             return NO_CHANGE
         if not applies(known, status):
             return MISSED
-        if known is None or status.profile != known.profile:
+        measured = known is None or status.profile != known.profile
+        if measured:
             self.measured.on_profile(status.node, status.profile)
-        was = said.on_device if said is not None else {}
-        again = said is not None and known is not None and known.generation == status.generation
-        if not again or _load_rate(known) != _load_rate(status):
+        again = known is not None and known.generation == status.generation
+        if not again or (measured and load_rate(known) != load_rate(status)):
             self._disks = None
-        if not again or _out_rate(known) != _out_rate(status):
+        if not again or (measured and out_rate(known) != out_rate(status)):
             self._fastest.clear()
-        before = was if again else {}
-        if said is not None and again:
-            self._sort_again(said, status, now)
-        else:
-            said = self._sort(status, now)
-        after = said.on_device
         self.measured.on_kv(status.node, status.kv_shares)
         more_room = known is None or status.arena_free > known.arena_free
-        if again and known is not None and status.profile == known.profile:
-            if after is was:  # nearly always
-                return Change(more_room, frozenset(after))
-            models = frozenset(was.keys() | after.keys())
-            changed = frozenset(m for m in models if was.get(m) != after.get(m))
-        else:
-            changed = models = frozenset(was.keys() | after.keys())
+        if said is None or not again:
+            were = set(said.on_device) if said is not None else set[ModelId]()
+            gained = dict(self._sort(status, now).on_device)
+            models = frozenset(gained.keys() | were)
+            return Change(more_room, models, models, gained)
+        changed = self._sort_again(said, status, now)
+        there = said.on_device
+        models = frozenset(there)
+        if not (changed or measured):  # nearly always
+            return Change(more_room, models)
         gained = {
             model: new
-            for model, blocks in (after.items() if after is not before else ())
-            if (new := blocks - before.get(model, frozenset()))
+            for model, before in changed.items()
+            if (new := there.get(model, NOTHING) - (before or NOTHING))
         }
-        return Change(more_room, models, changed, gained)
+        models |= changed.keys()
+        return Change(more_room, models, models if measured else frozenset(changed), gained)
 
-    def _sort(self, status: NodeStatus, now: float) -> _Said:
+    def _sort(self, status: NodeStatus, now: float) -> Said:
         """Takes in what a node says for the first time, or under a new generation."""
         if (before := self._said.get(status.node)) is not None:
             self._unsort(before)
-        said = self._said[status.node] = _Said(status, now)
+        said = self._said[status.node] = Said(status, now)
         self._speaking = None
-        for model, holdings in _by_model(status.holdings).items():
-            _put(said, model, holdings)
-            for holding in holdings:
-                self._add(said, model, holding.tier, holding.blocks)
+        for model, holdings in by_model(status.holdings).items():
+            put(said, model, holdings)
+            self._put(said, model, in_tiers(holdings))
         return said
 
-    def _sort_again(self, said: _Said, status: NodeStatus, now: float) -> None:
-        """Sorts what differs from what the node said before, and what has arrived since then."""
+    def _sort_again(
+        self, said: Said, status: NodeStatus, now: float
+    ) -> Mapping[ModelId, Blocks | None]:
+        """Sorts what differs from what the node said before, and what has arrived since then.
+        Returns the models of which its device memory has something else now, with what it had."""
         said.status, said.at = status, now
-        changed = {model for model, _ in said.arrived}
-        new = _by_model(status.holdings)
+        changed = set(said.arrived)
+        new = by_model(status.holdings)
         if status.since and not (new or status.dropped or changed):
-            return
-        for model in named_by(status) if status.since else said.holdings.keys() | new.keys():
+            return {}
+        named = (*new, *status.dropped) if status.since else said.holdings.keys() | new.keys()
+        for model in named:
             if said.holdings.get(model, ()) != (holdings := new.get(model, ())):
-                _put(said, model, holdings)
+                put(said, model, holdings)
                 changed.add(model)
-        if changed:
-            self._sort_models(said, changed, now)
-
-    def _sort_models(self, said: _Said, changed: Collection[ModelId], now: float) -> None:
-        """Sorts anew what the node holds of these models."""
-        arrived, said.arrived = said.arrived, {}
-        was_on = said.on_device
+        before = {model: said.on_device.get(model) for model in changed}
         for model in changed:
-            if said.models.pop(model, None) is not None:
-                self._unlist(said.status.node, model)
-        said.on_device = {m: blocks for m, blocks in was_on.items() if m not in changed}
-        for model in changed:
-            for holding in said.holdings.get(model, ()):
-                self._add(said, model, holding.tier, holding.blocks)
-        for (model, block), at in arrived.items():
-            confirmed = block in said.models.get(model, {}).get(Tier.GPU, ())
-            if not confirmed and now - at < ARRIVAL_S:
-                self._add(said, model, Tier.GPU, (block,))
-                said.arrived[model, block] = at
-        if said.on_device == was_on:
-            said.on_device = was_on
+            self._sort_model(said, model, now)
+        return {m: had for m, had in before.items() if said.on_device.get(m) is not had}
 
-    def _add(self, said: _Said, model: ModelId, tier: Tier, blocks: Iterable[int]) -> None:
-        tiers = said.models.setdefault(model, {})
-        tiers[tier] = tiers.get(tier, frozenset()).union(blocks)
-        self._holders.setdefault(model, set()).add(said.status.node)
-        if tier is Tier.DISK:
-            self._whole_on_disk.pop(model, None)
-            self._on_disk.setdefault(model, {})[said.status.node] = len(tiers[tier])
+    def _sort_model(self, said: Said, model: ModelId, now: float) -> None:
+        """Sorts anew what the node holds of a model: what it says, and what arrived a moment
+        ago."""
+        held = in_tiers(said.holdings.get(model, ()))
+        if arrived := said.arrived.pop(model, None):
+            confirmed = held.get(Tier.GPU, NOTHING)
+            waiting = {
+                block: at
+                for block, at in arrived.items()
+                if block not in confirmed and now - at < ARRIVAL_S
+            }
+            if waiting:
+                said.arrived[model] = waiting
+                held[Tier.GPU] = confirmed.union(waiting)
+        self._put(said, model, held)
+
+    def _put(self, said: Said, model: ModelId, held: dict[Tier, Blocks]) -> None:
+        """The node holds this of a model now, in these tiers."""
+        node, before = said.status.node, said.models.get(model, {})
+        if held == before:
+            return
+        if held:
+            said.models[model] = held
         else:
-            self._in_memory.setdefault(model, set()).add(said.status.node)
-            self._may_be_fastest(said.status.node, model)
-        if tier is Tier.GPU:
-            said.on_device = {**said.on_device, model: tiers[tier]}
+            del said.models[model]
+        if (on_disk := held.get(Tier.DISK)) != before.get(Tier.DISK):
+            self._whole_on_disk.pop(model, None)
+            counts = self._on_disk.setdefault(model, {})
+            if on_disk is None:
+                del counts[node]
+            else:
+                counts[node] = len(on_disk)
+            if not counts:
+                del self._on_disk[model]
+        if (on_device := held.get(Tier.GPU)) is None:
+            said.on_device.pop(model, None)
+        elif on_device != said.on_device.get(model):
+            said.on_device[model] = on_device
+        if not (held and before):
+            _list(self._holders, model, node, there=bool(held))
+        (in_memory, lends), (was_in_memory, lent) = _memory(held), _memory(before)
+        if in_memory != was_in_memory:
+            _list(self._in_memory, model, node, there=in_memory)
+        if lent and not lends:
+            self._fastest.pop(model, None)
+        elif lends and not lent and model in self._fastest and self._of_node(node) is said:
+            rate, fastest = self.out_bytes_per_s(node), self._fastest[model]
+            self._fastest[model] = rate if fastest is None else max(fastest, rate)
 
-    def _may_be_fastest(self, node: NodeId, model: ModelId) -> None:
-        """Takes in that a node holds something of a model in memory, or more than before."""
-        if model in self._fastest and self._lends(node, model):
-            rate, known = self.out_bytes_per_s(node), self._fastest[model]
-            self._fastest[model] = rate if known is None else max(known, rate)
-
-    def _unsort(self, said: _Said) -> None:
-        for model in said.models:
-            self._unlist(said.status.node, model)
-
-    def _unlist(self, node: NodeId, model: ModelId) -> None:
-        self._whole_on_disk.pop(model, None)
-        self._fastest.pop(model, None)
-        on_disk = self._on_disk.get(model, {})
-        on_disk.pop(node, None)
-        if not on_disk:
-            self._on_disk.pop(model, None)
-        for index in (self._holders, self._in_memory):
-            nodes = index.get(model, set())
-            nodes.discard(node)
-            if not nodes:
-                index.pop(model, None)
+    def _unsort(self, said: Said) -> None:
+        for model in list(said.models):
+            self._put(said, model, {})
 
     def on_arrived(self, arrivals: Arrivals, now: float) -> Blocks:
         """Returns the blocks that this adds to the device memory of a live node."""
@@ -309,29 +278,29 @@ class Cluster:
             nothing = NodeStatus(
                 node=node, generation=generation, seq=-1, arena_free=0, holdings=()
             )
-            self._sort(nothing, now)
-            said = self._said[node]
+            said = self._sort(nothing, now)
         held = said.on_device.get(model)
-        gained = frozenset(each.block for each in arrivals.blocks)
+        gained = frozenset([each.block for each in arrivals.blocks])
         if held:  # nearly always: only what it holds has changed
             gained -= held
             if not gained:
                 return gained
-            held = said.models[model][Tier.GPU] = held | gained
-            said.on_device = {**said.on_device, model: held}
+            said.on_device[model] = said.models[model][Tier.GPU] = held | gained
         else:
-            self._add(said, model, Tier.GPU, gained)
+            self._put(said, model, {**said.models.get(model, {}), Tier.GPU: gained})
+        arrived = said.arrived.get(model)
+        if arrived is None:
+            arrived = said.arrived[model] = {}
         for block in gained:
-            said.arrived[model, block] = now
+            arrived[block] = now
         return gained
 
     def on_released(self, node: NodeId, model: ModelId, now: float) -> None:
         """The node has freed the model: what arrived before is not there any more."""
         said = self._said.get(node)
-        if said is None or not any(of == model for of, _ in said.arrived):
-            return
-        said.arrived = {key: at for key, at in said.arrived.items() if key[0] != model}
-        self._sort_models(said, {model}, now)
+        if said is not None and model in said.arrived:
+            del said.arrived[model]
+            self._sort_model(said, model, now)
 
     def forget(self, now: float, models: Collection[ModelId]) -> None:
         """Forgets what can no longer matter. `models`: all models that are published."""
@@ -352,7 +321,8 @@ class Cluster:
 
     def executable(self, node: NodeId, model: ModelId) -> Blocks:
         """Blocks in a live node's device memory."""
-        return self._models(node).get(model, {}).get(Tier.GPU, frozenset())
+        said = self._of_node(node)
+        return said.on_device.get(model, NOTHING) if said is not None else NOTHING
 
     def holders(self, model: ModelId, tiers: Iterable[Tier]) -> dict[NodeId, Blocks]:
         """The nodes that hold something of the model in any of the tiers, by name, with their
@@ -450,13 +420,9 @@ class Cluster:
         return self._fastest[model]
 
     def _fastest_of(self, model: ModelId) -> float | None:
-        lenders = (node for node in self._in_memory.get(model, ()) if self._lends(node, model))
+        nodes = self._in_memory.get(model, ())
+        lenders = (node for node in nodes if _memory(self._models(node).get(model, {}))[1])
         return max(map(self.out_bytes_per_s, lenders), default=None)
-
-    def _lends(self, node: NodeId, model: ModelId) -> bool:
-        """Whether a live node holds something of the model in memory."""
-        tiers = self._models(node).get(model, {})
-        return any(blocks for tier, blocks in tiers.items() if tier is not Tier.DISK)
 
     def in_arenas(self) -> Iterator[tuple[NodeId, Holding]]:
         """All that lies in the arenas of live nodes, as they reported it."""
@@ -490,10 +456,11 @@ class Cluster:
         for node, said in self._said.items():
             assert said.status.node == node
             assert all(said.holdings.values()), "nothing is kept of what it does not hold"
-            in_arenas = {m: _in_arena(holdings) for m, holdings in said.holdings.items()}
+            in_arenas = {m: in_arena(holdings) for m, holdings in said.holdings.items()}
             assert said.in_arena == {m: holdings for m, holdings in in_arenas.items() if holdings}
-            for model, block in said.arrived:
-                assert block in said.models[model][Tier.GPU]
+            for model, arrived in said.arrived.items():
+                assert arrived
+                assert arrived.keys() <= said.models[model][Tier.GPU]
             for model in said.models:
                 holders.setdefault(model, set()).add(node)
             on_device = {m: t[Tier.GPU] for m, t in said.models.items() if Tier.GPU in t}
@@ -505,7 +472,7 @@ class Cluster:
         }
         assert {model: nodes for model, nodes in in_memory.items() if nodes} == self._in_memory
 
-    def _of_node(self, node: NodeId) -> _Said | None:
+    def _of_node(self, node: NodeId) -> Said | None:
         """What the current generation of the node said; None if it has said nothing."""
         info, said = self.nodes.get(node), self._said.get(node)
         if info is None or said is None or said.status.generation != info.generation:
@@ -522,29 +489,20 @@ class Cluster:
         return said.models if said is not None else {}
 
 
-def _by_model(holdings: Iterable[Holding]) -> dict[ModelId, Holdings]:
-    found: dict[ModelId, list[Holding]] = {}
-    for holding in holdings:
-        found.setdefault(holding.model_id, []).append(holding)
-    return {model: tuple(each) for model, each in found.items()}
+def _memory(held: Mapping[Tier, Blocks]) -> tuple[bool, bool]:
+    """Whether there is memory set aside for it, and whether some of it is there."""
+    there = lends = False
+    for tier, blocks in held.items():
+        if tier is not Tier.DISK:
+            there, lends = True, lends or bool(blocks)
+    return there, lends
 
 
-def _put(said: _Said, model: ModelId, holdings: Holdings) -> None:
-    """The node says that it holds this of the model now."""
-    for kept, new in (said.holdings, holdings), (said.in_arena, _in_arena(holdings)):
-        if new:
-            kept[model] = new
-        else:
-            kept.pop(model, None)
-
-
-def _load_rate(status: NodeStatus | None) -> float:
-    return status.profile.load_bytes_per_s if status is not None else 0.0
-
-
-def _out_rate(status: NodeStatus | None) -> float:
-    return status.profile.out_bytes_per_s if status is not None else 0.0
-
-
-def _in_arena(holdings: Holdings) -> Holdings:
-    return tuple(holding for holding in holdings if holding.tier in ARENA)
+def _list(index: dict[ModelId, set[NodeId]], model: ModelId, node: NodeId, *, there: bool) -> None:
+    """Whether the node is among those of the model. No set that is empty is kept."""
+    if there:
+        index.setdefault(model, set()).add(node)
+        return
+    index[model].discard(node)
+    if not index[model]:
+        del index[model]

@@ -120,6 +120,13 @@ class AskStatus(Caused, frozen=True, kw_only=True):
     node: NodeId
 
 
+class Greet(Caused, frozen=True, kw_only=True):
+    """The node hears that this planner speaks now. From then on it takes nothing from an earlier
+    one that was cut off and does not know that it is over."""
+
+    node: NodeId
+
+
 class Publish(Caused, frozen=True, kw_only=True):
     message: InstanceSet | InstanceChange | EventChanged
 
@@ -194,6 +201,7 @@ Command = (
     | Ping
     | Compute
     | AskStatus
+    | Greet
     | Publish
     | StoreEvent
     | StoreFixed

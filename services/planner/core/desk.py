@@ -128,8 +128,8 @@ class Desk:
 
     def announce(self, record: EventRecord) -> None:
         """Tells observers and the durable store of an event's new state or revision."""
-        self.keep(record)
         (sent,) = fitting([record])
+        self.out += self.archive.put(record, self.cause, sent)
         message = EventChanged(record=sent, trace=record.trace, cause=record.id)
         self.do(Publish(message=message, cause=self.cause))
 

@@ -68,7 +68,7 @@ class EventBase:
         self._targets_of: tuple[NodeId, ...] = ()
         self._targets: AbstractSet[NodeId] = frozenset()
         """Those of `_targets_of`."""
-        self._counted: set[tuple[NodeId, int]] = set()
+        self._counted: dict[NodeId, set[int]] = {}
         """Arrivals whose bytes have been counted."""
         self._incomplete: dict[NodeId, None] = {}
         """Targets that lack blocks, as the cluster says."""
@@ -82,6 +82,8 @@ class EventBase:
         self._case = Case("")
         self._stalls = 0
         self._news_at = desk.at
+        self._patience = STALL_S + max(model.block_bytes, default=0) / STALL_BYTES_PER_S
+        """For how long it waits for a block."""
 
     # --- what is so ---
 
@@ -122,10 +124,6 @@ class EventBase:
         if self.record.state is EventState.DECIDED:
             return node in self._roles.memory or node in self._roles.disk
         return node in self._senders()
-
-    @property
-    def _patience(self) -> float:
-        return STALL_S + max(self._model.block_bytes, default=0) / STALL_BYTES_PER_S
 
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._model.model_id) & self._every

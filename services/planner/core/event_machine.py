@@ -4,11 +4,12 @@ Trouble that comes in another phase waits until the event is `loading`. All trou
 then is answered with one revision.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 
 import msgspec
 
 from services.planner.core import commands, events
+from services.planner.core.arrivals import News
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase, Trouble
@@ -77,12 +78,12 @@ class EventMachine(Growing):
         self._roles = Roles(self.record.sources, (), (), receiving)
         self._promoting = {n: self._wanted_by(n) - self._held(n) - pulled[n] for n in targets}
         self._orders.sent = dict.fromkeys(targets, self.record.revision)
-        self._trust.begin(self._desk.at)
+        self._trust.begin(self._desk.at, len(self.record.transfers))
         self.record = msgspec.structs.replace(self.record, bytes_moved=0)
         for node in targets:
             self._look(node)
-            for block in self._held(node):
-                self._count(node, block, self._model.block_bytes[block] if node in receiving else 0)
+            sizes = self._model.block_bytes if node in receiving else (0,) * self._model.n_blocks
+            self._count(node, {block: sizes[block] for block in self._held(node)})
         parts = self.record.parts
         self.effects += [Joined(nodes[n], parts.get(n)) for n in targets if n in nodes]
         reason = "it went while there was no planner"
@@ -204,7 +205,7 @@ class EventMachine(Growing):
     def _send(self, targets: Iterable[NodeId]) -> None:
         self._step(Phase.SENDING)
         self._note(self._desk.now.wall_ns, "sent_s")
-        self._trust.begin(self._desk.at)
+        self._trust.begin(self._desk.at, len(self.record.transfers))
         self._orders.send(self.record, targets, self._promoting)
         self._sent()
 
@@ -254,27 +255,25 @@ class EventMachine(Growing):
         elif self.phase is Phase.LOADING and at >= self._trust.look_at:
             self._look_for_slow_nodes()
 
-    def on_blocks(
-        self,
-        node: NodeId,
-        blocks: Sequence[Landing],
-        since_s: Sequence[float],
-        gained: Collection[int],
-    ) -> None:
-        """A target says that it has blocks, and for how long it has had each. Those in `gained` are
-        new; a report of the node may have named the others before."""
-        if node not in self.targets:
-            return
-        moved, at, land, counted = 0, self._desk.at, self._trust.land, self._counted
-        if gained and not self.over:
-            self._news_at, self._stalls = at, 0
-        for each, ago_s in zip(blocks, since_s, strict=True):
-            key = node, each.block
-            land(key, at - ago_s)
-            if key not in counted:
-                counted.add(key)
-                moved += each.nbytes if each.source != node else 0
-        self._noted(events.arrived(self.record, blocks, moved))
+    def on_blocks(self, news: News) -> None:
+        """Targets say that they have blocks."""
+        at, moved, landings = self._desk.at, 0, list[Landing]()
+        for arrivals, gained in news:
+            node = arrivals.node
+            if node not in self.targets:
+                continue
+            if gained and not self.over:
+                self._news_at, self._stalls = at, 0
+            since = zip(arrivals.blocks, arrivals.since_s, strict=True)
+            self._trust.land(node, {each.block: at - ago_s for each, ago_s in since})
+            landings += arrivals.blocks
+            counted = self._counted.setdefault(node, set())
+            for each in arrivals.blocks:
+                if each.block not in counted:
+                    counted.add(each.block)
+                    moved += each.nbytes if each.source != node else 0
+        if landings:
+            self._noted(events.arrived(self.record, landings, moved))
 
     def on_holdings(
         self, node: NodeId, held: frozenset[int], gained: Collection[int], at_ns: int
@@ -284,25 +283,24 @@ class EventMachine(Growing):
             return
         before = len(self._incomplete)
         self._compare(node, held)
-        for block in gained:
-            if block not in held:
-                continue
-            self._trust.land((node, block), self._desk.at, vague=True)
+        if new := [block for block in gained if block in held]:
             self._news_at, self._stalls = self._desk.at, 0
-            if (node, block) not in self._counted:
-                loaded = block in self._promoting.get(node, ())
-                self._count(node, block, 0 if loaded else self._model.block_bytes[block])
+            self._trust.land(node, dict.fromkeys(new, self._desk.at), vague=True)
+            sizes, loaded = self._model.block_bytes, self._promoting.get(node, ())
+            self._count(node, {block: 0 if block in loaded else sizes[block] for block in new})
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
         if self.phase is Phase.LOADING:
             self._go_on()
 
-    def _count(self, node: NodeId, block: int, nbytes: int) -> None:
-        """Counts the bytes that a block brought to a target, once."""
-        if (node, block) not in self._counted:
-            self._counted.add((node, block))
-            moved = self.record.bytes_moved + nbytes
+    def _count(self, node: NodeId, nbytes: Mapping[int, int]) -> None:
+        """Counts the bytes that blocks brought to a target, once for each."""
+        counted = self._counted.setdefault(node, set())
+        moved = sum(size for block, size in nbytes.items() if block not in counted)
+        counted.update(nbytes)
+        if moved:
+            moved += self.record.bytes_moved
             self.record = msgspec.structs.replace(self.record, bytes_moved=moved)
 
     def _look(self, node: NodeId) -> None:

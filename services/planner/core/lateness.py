@@ -8,6 +8,7 @@ fault, unless the same receiver is late from another sender too.
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+from math import inf
 
 from shared.ids import NodeId
 from shared.messages.scaling import Transfer
@@ -17,8 +18,9 @@ SLACK_S = 0.5
 """A transfer is late after more than FACTOR times the expected time, and SLACK_S more than that
 time."""
 
-Arrived = Mapping[tuple[NodeId, int], float]
-"""(node, block) -> when the block arrived. Blocks held when the plan began are not in it."""
+Arrived = Mapping[NodeId, Mapping[int, float]]
+"""When blocks arrived at each node. Blocks held when the plan began are not in it."""
+_NOTHING: Mapping[int, float] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,41 +44,45 @@ def late_transfers(
     now: float,
     expected_s: Callable[[Transfer], float],
     untold_s: float = 0.0,
-    vague: AbstractSet[tuple[NodeId, int]] = frozenset(),
+    vague: Mapping[NodeId, AbstractSet[int]] | None = None,
     held: Mapping[NodeId, AbstractSet[int]] | None = None,
 ) -> Iterator[Late]:
     """A plan's late transfers, in order of steps. `began`: when the plan was sent. `untold_s`: for
-    how long a node may have a block before it says when it came. `vague`: blocks that it has, but
-    has not said that of. `held`: what each target holds. Transfers of blocks that targets held when
-    the plan began are left out, and those whose senders do not have the block yet. None: all
-    transfers count.
+    how long a node may have a block before it says when it came. `vague`: blocks that each node
+    has, but has not said that of. `held`: what each target holds. Transfers of blocks that targets
+    held when the plan began are left out, and those whose senders do not have the block yet. None:
+    all transfers count.
 
     A transfer is considered once its sender has the block. A transfer that waits for another at
     either end is not late; only the other may be.
     """
     out_free: dict[NodeId, float] = {}
     in_free: dict[NodeId, float] = {}
-    waiting = float("inf")
+    vague = vague or {}
     for transfer in transfers:
         src, dst, block = transfer.src, transfer.dst, transfer.block
-        over = arrived.get((dst, block))
+        over = arrived.get(dst, _NOTHING).get(block)
         if held is not None:
-            if dst not in held or (over is None and block in held[dst]):
+            there = held.get(dst)
+            if there is None or (over is None and block in there):
                 continue
-            if src in held and block not in held[src]:
+            sends = held.get(src)
+            if sends is not None and block not in sends:
                 continue
         due = max(
             began,
-            arrived.get((src, block), began),
+            arrived.get(src, _NOTHING).get(block, began),
             out_free.get(src, began),
             in_free.get(dst, began),
         )
-        out_free[src] = in_free[dst] = waiting if over is None else over
+        out_free[src] = in_free[dst] = inf if over is None else over
         took = (now if over is None else over) - due
-        if over is None or (dst, block) in vague:
-            took -= untold_s
         if took <= SLACK_S:
             continue  # nearly all are in time, whatever is expected
+        if over is None or block in vague.get(dst, ()):
+            took -= untold_s
+            if took <= SLACK_S:
+                continue
         expected = expected_s(transfer)
         if took > FACTOR * expected and took > expected + SLACK_S:
             yield Late(transfer, took, expected)
@@ -88,8 +94,8 @@ class Pace:
     def __init__(self) -> None:
         self.slow: set[NodeId] = set()
         self._began = 0.0
-        self._landed: dict[tuple[NodeId, int], float] = {}
-        self._vague: set[tuple[NodeId, int]] = set()
+        self._landed: dict[NodeId, dict[int, float]] = {}
+        self._vague: dict[NodeId, set[int]] = {}
         self._sources: dict[NodeId, set[NodeId]] = {}
         """For each receiver, the senders from which it was late."""
 
@@ -98,15 +104,17 @@ class Pace:
         self._began, self._landed = now, {}
         self._vague.clear()
 
-    def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
-        """A block is there (node, block) since `at`; `vague`: or for longer."""
-        known = self._landed.get(key)
-        if known is None or at < known:
-            self._landed[key] = at
-            if vague:
-                self._vague.add(key)
-        if not vague and self._vague:
-            self._vague.discard(key)
+    def land(self, node: NodeId, blocks: Mapping[int, float], *, vague: bool = False) -> None:
+        """Blocks are there, and since when; `vague`: or for longer."""
+        landed = self._landed.setdefault(node, {})
+        for block, at in blocks.items():
+            known = landed.get(block)
+            if known is None or at < known:
+                landed[block] = at
+                if vague:
+                    self._vague.setdefault(node, set()).add(block)
+        if not vague and node in self._vague:
+            self._vague[node].difference_update(blocks)
 
     def look(
         self,

@@ -95,8 +95,8 @@ class Machines:
                 self._break(other, why)
 
     def mention(self, model: ModelMachine, act: Callable[[ModelMachine], float]) -> None:
-        """Tells a model what is heard thousands of times a second, such as loads and blocks. `act`
-        returns when something follows from it, which is mostly later."""
+        """Tells a model what is heard thousands of times a second, such as loads, blocks, and
+        answers of targets. `act` returns when something follows from it, which is mostly later."""
         id_ = model.record.model_id
         if id_ in self.broken:
             return

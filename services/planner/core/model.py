@@ -8,10 +8,10 @@ from collections.abc import Collection, Iterator
 from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
-from services.planner.core.arrivals import Arrivals
+from services.planner.core.arrivals import News
 from services.planner.core.desk import Desk
 from services.planner.core.event_machine import EventMachine
-from services.planner.core.event_phases import Dropped, Freed, Joined
+from services.planner.core.event_phases import Dropped, Freed, Joined, Phase
 from services.planner.core.fleet import Cause, Fleet, describe
 from services.planner.core.forecast import Expected, expected_of
 from services.planner.core.journal import Journal
@@ -93,8 +93,7 @@ class ModelMachine:
             self._note_released(node)
             if self.standing.leaving(node):
                 return
-        held = self._held(node)
-        member = self.fleet.members.get(node)
+        held, member = self._held(node), self.fleet.members.get(node)
         if member is not None:
             lost = not member.held <= held
             self.fleet.look(member, held)
@@ -117,15 +116,20 @@ class ModelMachine:
         self.on_holdings(node, gained)
         return min(self._due(), self._releases.next_wake)
 
-    def on_blocks(self, arrivals: Arrivals, gained: Collection[int]) -> float:
-        """`gained`: those blocks of which nobody has said yet that they are there. Returns when
-        something follows from it."""
-        node, blocks, event = arrivals.node, arrivals.blocks, self.event
-        told = event is not None and event.record.id == arrivals.event
+    def on_blocks(self, news: News) -> float:
+        """Takes in reports of one event. Returns when something follows from them."""
+        event = self.event
+        told = event is not None and event.record.id == news[0][0].event
         if event is not None and told:
-            event.on_blocks(node, blocks, arrivals.since_s, gained)
-        if gained:
-            ended_ns = max([each.finished_ns for each in blocks])
+            event.on_blocks(news)
+        gains: dict[NodeId, tuple[frozenset[int], int]] = {}
+        for arrivals, gained in news:
+            if gained:
+                ended_ns = max([each.finished_ns for each in arrivals.blocks])
+                if before := gains.pop(arrivals.node, None):
+                    gained, ended_ns = gained | before[0], max(ended_ns, before[1])
+                gains[arrivals.node] = gained, ended_ns
+        for node, (gained, ended_ns) in gains.items():
             self.on_holdings(node, gained, ended_ns, told=told)
         return self._due()
 
@@ -188,12 +192,15 @@ class ModelMachine:
         else:
             self.event.on_token(message)
 
-    def on_answer(self, answer: Answer) -> None:
-        """Takes in the first answer to a question of this model."""
+    def on_answer(self, answer: Answer) -> float:
+        """Takes in the first answer to a question of this model. Returns when something follows
+        from it."""
         ticket = answer.ticket
         if ticket.event is not None:
             if self.event is not None and self.event.record.id == ticket.event:
                 self.event.on_answer(answer)
+                if self.event.phase is Phase.SENDING:  # other targets have still to answer
+                    return self._due()
         elif isinstance(answer, PathsPlanned):
             self.fleet.on_planned(answer)
         else:
@@ -202,6 +209,7 @@ class ModelMachine:
             released = self._releases.on_answer(answer)
             if released is not None:
                 self._note_released(released)
+        return self._desk.at
 
     def check_fixed(self, count: int | None) -> None:
         """BadInput if an operator's number of replicas is above the model's own limit;

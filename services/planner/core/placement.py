@@ -355,4 +355,4 @@ def append_transfers(
 
 
 def _transfers(moves: Iterable[Move], nodes: Sequence[NodeId]) -> tuple[Transfer, ...]:
-    return tuple(Transfer(m.step, nodes[m.src], nodes[m.dst], m.block) for m in moves)
+    return tuple([Transfer(step, nodes[src], nodes[dst], block) for step, src, dst, block in moves])

@@ -4,7 +4,7 @@ It passes what it hears on to whom it concerns: the view of the pool (`pool_view
 each model (`machines`), the load that gateways report (`load_reports`).
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,7 +13,7 @@ import msgspec
 from services.planner.core import commands
 from services.planner.core.alarms import Alarms
 from services.planner.core.archive import Archive, fitting
-from services.planner.core.arrivals import arrivals_of
+from services.planner.core.arrivals import Arrivals, News, arrivals_of
 from services.planner.core.census import Census, census, wanted_nodes
 from services.planner.core.commands import Command
 from services.planner.core.desk import ASK_S, RELEASE_S, Desk, Settings
@@ -34,6 +34,7 @@ from services.planner.core.stimuli import (
     Repaired,
     Replied,
     Stimulus,
+    Together,
     Wake,
     cause_of,
 )
@@ -103,8 +104,9 @@ class Planner:
             ModelAdded: lambda message: self._machines.add(message.record),
             ModelRemoved: lambda message: self._machines.remove(message.name),
             GatewayLoad: self._on_load,
-            BlockArrived: self._on_blocks,
-            BlocksArrived: self._on_blocks,
+            BlockArrived: lambda message: self._on_reports((message,)),
+            BlocksArrived: lambda message: self._on_reports((message,)),
+            Together: lambda heard: self._on_reports(heard.reports),
             PullFailed: self._on_news,
             FirstPartialToken: self._on_news,
             PeerSuspect: self._on_suspect,
@@ -285,7 +287,7 @@ class Planner:
             return  # late, repeated, or another planner's
         if ticket.model is not None:
             if model := self._machines.by_id.get(ticket.model):
-                self._machines.tell(model, lambda model: model.on_answer(answer))
+                self._machines.mention(model, lambda model: model.on_answer(answer))
         elif ticket.number in self._suspects:
             self._on_suspect_pinged(self._suspects.pop(ticket.number), answer)
         elif not self._pool.on_answer(answer) and isinstance(answer, Failed):
@@ -307,14 +309,19 @@ class Planner:
             if model is not None and model.minds_load():
                 self._machines.mention(model, ModelMachine.on_load)
 
-    def _on_blocks(self, message: BlockArrived | BlocksArrived) -> None:
-        arrivals = arrivals_of(message)
-        if not arrivals.blocks:
-            return
-        self._desk.chronicle.on_blocks(arrivals.event, arrivals.node, arrivals.blocks)
-        gained = self._cluster.on_arrived(arrivals, self._desk.at)
-        if model := self._machines.by_id.get(arrivals.model):
-            self._machines.mention(model, lambda model: model.on_blocks(arrivals, gained))
+    def _on_reports(self, reports: Sequence[BlockArrived | BlocksArrived]) -> None:
+        """Each model hears once of all that has come of it."""
+        news: dict[ModelId, list[tuple[Arrivals, frozenset[int]]]] = {}
+        for report in reports:
+            arrivals = arrivals_of(report)
+            if not arrivals.blocks:
+                continue
+            self._desk.chronicle.on_blocks(arrivals.event, arrivals.node, arrivals.blocks)
+            gained = self._cluster.on_arrived(arrivals, self._desk.at)
+            news.setdefault(arrivals.model, []).append((arrivals, gained))
+        for id_, of_model in news.items():
+            if model := self._machines.by_id.get(id_):
+                self._machines.mention(model, partial(_hear_blocks, of_model))
 
     def _on_news(self, message: PullFailed | FirstPartialToken) -> None:
         self._cluster.loads.on_sign_of_life(self._desk.at)
@@ -386,3 +393,7 @@ class Planner:
 
 def _free_stray(node: NodeId, model: ModelMachine) -> None:
     model.free_stray(node)
+
+
+def _hear_blocks(news: News, model: ModelMachine) -> float:
+    return model.on_blocks(news)

@@ -186,6 +186,7 @@ class PoolView:
             self._say_gone(before, "a new process runs under its name")
         if info.node in self._cluster.nodes and (known is None or before is not None):
             self._desk.tell(f"joined as generation {info.generation}", info.node)
+            self._desk.do(commands.Greet(node=info.node, cause=self._desk.cause))
             self._machines.tell_all(lambda model: model.on_joined())
             for id_ in self._cluster.models_on(info.node):
                 if model := self._machines.by_id.get(id_):

@@ -24,13 +24,15 @@ class Trust:
         self._pace = Pace()
         self._look_at = float("-inf")
 
-    def begin(self, now: float) -> None:
-        """Starts a revision, when it is sent to the nodes."""
+    def begin(self, now: float, transfers: int) -> None:
+        """Starts a revision of so many transfers, when it is sent to the nodes. Nothing of it is
+        late yet."""
         self._pace.begin(now)
+        self._look_at = max(self._look_at, _next_look(now, transfers))
 
-    def land(self, key: tuple[NodeId, int], at: float, *, vague: bool = False) -> None:
+    def land(self, node: NodeId, blocks: Mapping[int, float], *, vague: bool = False) -> None:
         """See Pace."""
-        self._pace.land(key, at, vague=vague)
+        self._pace.land(node, blocks, vague=vague)
 
     @property
     def look_at(self) -> float:
@@ -46,7 +48,7 @@ class Trust:
         untold_s: float = 0.0,
     ) -> dict[NodeId, Late]:
         """Nodes that are now found to be slow, once each. `untold_s`: see `late_transfers`."""
-        self._look_at = now + LOOK_S + LOOK_PER_TRANSFER_S * len(transfers)
+        self._look_at = _next_look(now, len(transfers))
         slow = self._pace.look(transfers, held, now, expected_s, untold_s)
         self.distrusted.update(slow)
         return slow
@@ -63,3 +65,7 @@ class Trust:
             if self._failures[target] > MAX_FAILURES:
                 unable.add(target)
         return frozenset(unable)
+
+
+def _next_look(now: float, transfers: int) -> float:
+    return now + LOOK_S + LOOK_PER_TRANSFER_S * transfers

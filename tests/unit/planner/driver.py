@@ -263,6 +263,9 @@ class Driver:
 
     def arrived_together(self, node: str, blocks: Mapping[int, float], event: EventRecord) -> None:
         """The node reports several blocks, and for how many seconds it has had each."""
+        self.feed(self.report(node, blocks, event))
+
+    def report(self, node: str, blocks: Mapping[int, float], event: EventRecord) -> BlocksArrived:
         at = WALL_NS + round(self.at * 1e9)
         landed = [
             Landed(
@@ -272,16 +275,14 @@ class Driver:
             for block, since_s in blocks.items()
             for ended in (at - round(since_s * 1e9),)
         ]  # fmt: skip
-        self.feed(
-            BlocksArrived(
-                event=event.id,
-                revision=event.revision,
-                node=NodeId(node),
-                generation=Generation(1),
-                model_id=MODEL,
-                sent_ns=at,
-                blocks=tuple(landed),
-            )
+        return BlocksArrived(
+            event=event.id,
+            revision=event.revision,
+            node=NodeId(node),
+            generation=Generation(1),
+            model_id=MODEL,
+            sent_ns=at,
+            blocks=tuple(landed),
         )
 
     # --- questions and answers ---

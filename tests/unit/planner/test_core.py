@@ -449,7 +449,7 @@ def test_a_report_of_several_blocks_is_taken_in_at_once() -> None:
     machine = driver.core._machines.by_id[MODEL].event
     assert machine is not None
     landed = machine._trust._pace._landed
-    since_s = {block: driver.at - landed[NodeId("b"), block] for block in EVERY}
+    since_s = {block: driver.at - landed[NodeId("b")][block] for block in EVERY}
     assert since_s == pytest.approx(dict.fromkeys(EVERY, 0.4) | {EVERY[0]: 1.0, EVERY[-1]: 0})
     driver.think()
     driver.wait(2 * PACE_S)

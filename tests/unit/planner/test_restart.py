@@ -10,9 +10,11 @@ from services.planner.core.events import TERMINAL
 from shared import subjects
 from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemorySubscription
-from shared.messages import Message
+from shared.errors import StaleEpoch
+from shared.messages import Message, Ok
+from shared.messages.base import Term
 from shared.messages.pool import NodeGone, NodeJoined, Tier
-from shared.messages.scaling import EventRecord, EventState
+from shared.messages.scaling import EventRecord, EventState, ReleaseModel
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, SLOTS, record
 from tests.unit.registry.cluster import FailingBus
@@ -50,6 +52,32 @@ async def test_replicas_are_found_again_and_published_as_of_a_newer_planner(
     await cluster.until_replicas("n0")
     assert cluster.sets[-1].epoch > before.epoch
     assert not cluster.changes
+
+
+async def test_a_node_that_the_next_planner_has_told_nothing_takes_no_release_of_the_last(
+    cluster: Cluster,
+) -> None:
+    """The last one was cut off, and what it said comes when its connection is there again."""
+    n0, *_ = await cluster.add_nodes(1)
+    last = await cluster.start_planner()
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+    await cluster.until_unreserved()
+    await cluster.crash_planner()
+    cluster.sets.clear()
+    await cluster.start_planner()
+    await cluster.until_replicas("n0")
+    late = ReleaseModel(
+        node=n0.id,
+        generation=n0.generation,
+        epoch=last.term,
+        model_id=MODEL,
+        keep=None,
+        term=Term("planner", last.term),
+    )
+    with pytest.raises(StaleEpoch):
+        await cluster.bus.request(subjects.node_release(n0.id), late, Ok, timeout=1.0)
+    assert n0.gpu[MODEL] == set(range(BLOCKS))
 
 
 async def test_an_event_goes_on_under_the_next_planner(cluster: Cluster) -> None:

@@ -5,12 +5,15 @@ import asyncio
 import msgspec
 import pytest
 
+from services.planner.core.commands import Command
+from services.planner.core.stimuli import Stimulus, Together
+from services.planner.core.tickets import Moment
 from shared import clock, subjects
 from shared.clock import wall_ns
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.messages.pool import Tier
-from shared.messages.scaling import EventState
+from shared.messages.scaling import EventState, PullFailed
 from shared.messages.story import StoryQuery, Told
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.scripted import (
@@ -278,3 +281,35 @@ async def test_a_request_revives_a_draining_replica(cluster: Cluster) -> None:
     await cluster.until_replicas("n0")
     assert not cluster.node(0).releases
     assert not cluster.changes, "no event was needed"
+
+
+async def test_reports_of_blocks_that_wait_are_taken_in_together_and_in_their_turn(
+    cluster: Cluster,
+) -> None:
+    n0, n1 = await cluster.add_nodes(2)
+    planner = await cluster.start_planner()
+    await cluster.publish_model(record(min_instances=1))
+    await cluster.until_replicas("n0")
+    await cluster.until_event(EventState.COMPLETE)
+    cluster.world.open_to(0)
+    await cluster.scale(2)
+    await cluster.until(lambda: n1.plans)
+    core, heard = planner.core, list[Stimulus]()
+
+    def handle(stimulus: Stimulus, now: Moment) -> list[Command]:
+        heard.append(stimulus)
+        return type(core).handle(core, stimulus, now)
+
+    core.handle = handle  # type: ignore[method-assign]
+    for block in range(BLOCKS - 1):
+        await n1.arrived(n1.plans[0], block, n0.id, "tcp")
+    await n1.fail(n1.plans[0], BLOCKS - 1, n0.id)
+    await n1.arrived(n1.plans[0], BLOCKS - 1, n0.id, "tcp")
+    await cluster.until_event(EventState.COMPLETE, count=2)
+    news = [each for each in heard if isinstance(each, Together | PullFailed)]
+    first, failed, last = news[:3]
+    assert isinstance(first, Together)
+    assert isinstance(failed, PullFailed)
+    assert isinstance(last, Together)
+    assert len(first.reports) == BLOCKS - 1
+    assert len(last.reports) == 1
