@@ -3,7 +3,7 @@
 services.node.checkpoints.families describes how each family of models differs from Llama.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -11,12 +11,13 @@ import torch
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine.adapters import Adapted, Adapter, adapted
 from services.node.engine.attention import Attention, Span
-from services.node.engine.base import Bell, Row, Weights
+from services.node.engine.base import Row, Weights
 from services.node.engine.copies import to_device
 from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.huge_pages import Pages
 from services.node.engine.kernel_step import KernelOps, KernelStep, Workspace
 from services.node.engine.kernels import Kernels, Layer
+from services.node.engine.layer_step import LayerStep
 from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps
 from services.node.engine.rope import Rotations, inverse_frequencies
@@ -26,7 +27,6 @@ from services.node.engine.team import Team
 from services.node.engine.weights import (
     DecoderTensors,
     EmbeddingUnit,
-    ExpertMlp,
     HeadUnit,
     LayerUnit,
     Unit,
@@ -118,7 +118,7 @@ class Decoder:
 
     def layer_step(
         self, attention: Attends, rows: int, adapters: Adapted | None = None
-    ) -> "LayerStep":
+    ) -> LayerStep:
         """A step of this many rows, other than by kernels for CPUs."""
         if self._fused and rows == 1 and adapters is None:
             from services.node.engine.one_row import OneRowStep  # needs Triton
@@ -157,59 +157,3 @@ def units(
     tensors = DecoderTensors(spec, weights, form, ops.silu_times, pages, share)
     numbers = range(spec.first_unit, spec.last_unit + 1)
     return tuple(tensors.unit(config, number) for number in numbers)
-
-
-class LayerStep:
-    """Runs layers over the packed rows of one step."""
-
-    def __init__(self, model: Decoder, attention: Attends, adapted: Adapted | None = None) -> None:
-        self._ops, self._eps = model.ops, model.config.norm_eps
-        self._experts, self._add_experts = model.config.experts, model.add_experts
-        self._attention = attention
-        self._adapted = adapted
-
-    def run(
-        self,
-        block: int,
-        blocks: Iterable[Sequence[LayerUnit]],
-        hidden: torch.Tensor,
-        kv: torch.Tensor,
-        for_s: float = 0.0,
-        bell: Bell | None = None,
-    ) -> int:
-        """Runs the first block's layers. Updates hidden [rows, hidden_size] and adds to kv [layers,
-        slots, 2, kv heads, head_dim]."""
-        self.run_layers(next(iter(blocks)), hidden, kv)
-        return 1
-
-    def run_layers(
-        self, layers: Sequence[LayerUnit], hidden: torch.Tensor, kv: torch.Tensor
-    ) -> None:
-        for layer, own in zip(layers, kv, strict=False):  # the caches of later blocks may follow
-            self._run_layer(layer, hidden, own)
-
-    def _run_layer(self, layer: LayerUnit, hidden: torch.Tensor, kv: torch.Tensor) -> None:
-        ops = self._ops
-        normed = ops.rms_norm(hidden, layer.input_norm, self._eps)
-        qkv = layer.qkv(normed)
-        self._adapt(layer, "qkv", normed, qkv)
-        attended = self._attention.run(qkv, layer.qk_norm, kv, layer.window)
-        layer.o.add(attended, hidden)
-        self._adapt(layer, "o", attended, hidden)
-        normed = ops.rms_norm(hidden, layer.post_norm, self._eps)
-        if isinstance(layer.mlp, ExpertMlp):
-            assert self._experts is not None
-            self._add_experts(hidden, normed, layer.mlp, self._experts)
-            return
-        if self._adapted is None:
-            gated = layer.mlp.gate_up(normed)
-        else:
-            gated = layer.mlp.gate_up.adapted(
-                normed, lambda product: self._adapt(layer, "gate_up", normed, product)
-            )
-        layer.mlp.down.add(gated, hidden)
-        self._adapt(layer, "down", gated, hidden)
-
-    def _adapt(self, layer: LayerUnit, place: str, x: torch.Tensor, product: torch.Tensor) -> None:
-        if self._adapted is not None:
-            self._adapted.add(layer.number, place, x, product)

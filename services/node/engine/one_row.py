@@ -9,7 +9,7 @@ residual). For more rows cuBLAS is faster.
 from torch import Tensor
 
 from services.node.engine import triton_kernels as kernels
-from services.node.engine.decoder import LayerStep
+from services.node.engine.layer_step import LayerStep
 from services.node.engine.linear import Linear, Stored, StoredGate
 from services.node.engine.weights import ExpertMlp, LayerUnit
 

@@ -17,9 +17,10 @@ from services.node.core.rows import SequenceKey
 from services.node.engine import kernels
 from services.node.engine.attention import Span
 from services.node.engine.bell import Bell
-from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.kv_sequence import KvSequence
+from services.node.engine.layer_step import LayerStep
 from services.node.engine.linear import Form
 from shared.ids import ModelId
 from tests.unit.node.engine.models import Model, make_model

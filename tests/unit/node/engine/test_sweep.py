@@ -22,9 +22,9 @@ from services.node.engine.base import (
     StagePart,
     Sweep,
 )
-from services.node.engine.decoder import LayerStep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kernel_step import KernelStep
+from services.node.engine.layer_step import LayerStep
 from services.node.engine.linear import Form
 from services.node.engine.processors import Logits, Processor
 from services.node.engine.step import Step

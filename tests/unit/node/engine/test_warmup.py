@@ -8,9 +8,10 @@ import torch
 
 from services.node.engine import warmup
 from services.node.engine.base import Draw
-from services.node.engine.decoder import Decoder, LayerStep
+from services.node.engine.decoder import Decoder
 from services.node.engine.encoder import EncoderStep
 from services.node.engine.engine import TorchEngine
+from services.node.engine.layer_step import LayerStep
 from services.node.engine.sampling import Drawn, sample
 from services.node.engine.weights import ExpertMlp, LayerUnit, Mlp
 from tests.unit.node.engine.models import MODEL, Model, make_model
