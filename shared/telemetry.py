@@ -11,7 +11,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import lru_cache
 from pathlib import Path
 
 import structlog
@@ -128,7 +127,6 @@ def logger(role: str, **context: Attribute) -> structlog.stdlib.BoundLogger:
     return lazy
 
 
-@lru_cache(maxsize=64)
 def context_of(traceparent: str) -> SpanContext | None:
     """The span that a traceparent names. None if it is empty or malformed."""
     if not traceparent:

@@ -11,7 +11,6 @@ import ipaddress
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from urllib.parse import SplitResult, urlsplit
 
 from services.gateway.api_error import ApiError
@@ -89,7 +88,6 @@ def browsers(config: GatewayConfig) -> Browsers:
     return Browsers(hosts, frozenset(origin.lower() for origin in config.cors_origins))
 
 
-@lru_cache(maxsize=64)
 def _is_ours(host: str, names: frozenset[str]) -> bool:
     parts = _split(f"//{host}")
     if parts is None:

@@ -56,7 +56,7 @@ class Ledger:
         """Moves the request to its next state. IllegalTransition if its table has no such step."""
         self.story.check_step(request.id, NEXT, request.state, state)
         request.state = state
-        self.tell(request, f"{state} (attempt {request.attempt}): {why}")
+        self.tell(request, f"{state.value} (attempt {request.attempt}): {why}")
 
     def tell_about(self, text: str, *subjects: str) -> None:
         self.story.tell(self.now, self.cause, text, *subjects)

@@ -59,8 +59,6 @@ class Moves:
         A request that finds no room goes on where it is. That is better than to wait in the queue.
         """
         judged: list[Judged] = []
-        if not self._table.moving:
-            return judged
         routes = self._table.routes.values()
         moving = [
             (request, route)

@@ -30,7 +30,7 @@ SCORED = 2
 long as the token itself, and makes its message some ten times as long."""
 
 
-class State(enum.StrEnum):
+class State(enum.Enum):
     QUEUED = "queued"
     SUBMITTED = "submitted"
     """Handed to an instance, without a token of this attempt yet."""
