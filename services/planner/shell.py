@@ -107,7 +107,7 @@ class Shell:
             self.feed(Together(event, reports))
 
     def feed(self, stimulus: Stimulus) -> None:
-        if self._gathered:  # was said before
+        if self._gathered:  # these reports came first
             self._feed_gathered()
         for command in self._planner.handle(stimulus, Moment(now(), wall_ns())):
             self._do(command)

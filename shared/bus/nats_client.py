@@ -18,7 +18,7 @@ class PromptClient(Client):  # type: ignore[misc]
     def __init__(self) -> None:
         super().__init__()
         self._wrote = False
-        """In this turn."""
+        """Whether it has written in this turn of the loop."""
 
     async def _flush_pending(self, force_flush: bool = False) -> Any:
         """The client calls this whenever something is to be written."""

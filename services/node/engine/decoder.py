@@ -119,7 +119,7 @@ class Decoder:
     def layer_step(
         self, attention: Attends, rows: int, adapters: Adapted | None = None
     ) -> LayerStep:
-        """A step of this many rows, other than by kernels for CPUs."""
+        """A step of this many rows that torch or the kernels for GPUs run."""
         if self._fused and rows == 1 and adapters is None:
             from services.node.engine.one_row import OneRowStep  # needs Triton
 

@@ -1,5 +1,6 @@
 """Random draws on a GPU, where the logits are: the cuts of `sampling.allowed` and the inverse of
-the CDF by one kernel (triton_kernels.py), without a sort and without waiting for the device."""
+the CDF by one kernel (triton_kernels.py), without a sort and without waiting for the device.
+Weights are in float32 here, and in float64 on the host."""
 
 from collections.abc import Sequence
 

@@ -140,6 +140,9 @@ class Worker:
         """Fails what is running (gateways resume it elsewhere) and ends the threads."""
         if self._thread is None or self._beside is None:
             return
+        for lifted in self._lifted.values():
+            lifted.cancel()
+        self._lifted.clear()
         self._post(self._close)
         await self._ended.wait()
         if not self._hangs:
@@ -171,9 +174,9 @@ class Worker:
     async def attach(
         self, model_id: ModelId, blocks: Mapping[int, memoryview]
     ) -> dict[int, BaseException]:
-        """Once this returns, the blocks can be run, but for those that are returned, each with what
-        is wrong. Between two of them, what runs has a step. If the engine computes on a device,
-        their bytes are copied there while it runs other blocks."""
+        """Once this returns, the engine can run the blocks. It returns the blocks that the engine
+        cannot run, each with its error. Requests that run have a step between two blocks. If the
+        engine computes on a device, the bytes are copied there while it runs other blocks."""
         failed: dict[int, BaseException] = {}
 
         def attach(block: int, weights: Weights) -> Call:

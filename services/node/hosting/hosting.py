@@ -207,8 +207,8 @@ class Hosting:
             own = asked if cached else plan.promote
             pulls = [p for p in plan.pulls if p.block not in held and p.block not in own]
             await self._reports.follow(plan)
-            # First: the bytes are on their way while the engine opens the model, for which its
-            # thread keeps Python's lock.
+            # First: the bytes are on their way while the engine opens the model. The engine's
+            # thread holds Python's lock meanwhile.
             await self._data.apply(
                 plan.model_id, followed, pulls, addresses, space, capability=plan.capability
             )

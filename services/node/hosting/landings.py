@@ -19,8 +19,8 @@ from shared.errors import as_typed
 from shared.ids import ModelId, NodeId
 
 PORTION = 128 << 20
-"""At most so many bytes of blocks go to the engine together, unless a block is larger. Plans and
-releases have their turns in between."""
+"""The most bytes of blocks that go to the engine together; a larger block goes alone. Plans and
+releases have their turns between two portions."""
 
 
 class Landings:

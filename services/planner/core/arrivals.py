@@ -22,8 +22,8 @@ class Arrivals(msgspec.Struct, frozen=True, gc=False):
 
 
 News = Sequence[tuple[Arrivals, frozenset[int]]]
-"""Reports of one event in their order, at least one, each with those of its blocks of which nobody
-has said yet that they are there."""
+"""Reports of one event, at least one, in their order. Each comes with those of its blocks that no
+report has named before."""
 
 
 def arrivals_of(message: BlockArrived | BlocksArrived) -> Arrivals:

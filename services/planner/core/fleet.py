@@ -333,9 +333,9 @@ class Fleet:
         return min(self._revise_at, self._plan_at, self._published_at + REPUBLISH_S)
 
     def touch(self) -> None:
-        """Notes that the basis of the instances has changed. A revision that changes none of them
-        does not keep gateways from hearing of the next one: else the last block of a node that
-        loads alone would wait because another one came just before."""
+        """Notes that the basis of the instances has changed. The pace
+        counts from the last revision that gateways were told of. A revision that changed no
+        instance does not delay the next one, which may bring a node's last block."""
         per_members = PACE_PER_MEMBER_S * len(self._members)
         told_from = self._changed_at + PACE_S + per_members
         self._revise_by(max(self._desk.at, self._revised_at + per_members, told_from))

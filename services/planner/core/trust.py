@@ -25,8 +25,8 @@ class Trust:
         self._look_at = float("-inf")
 
     def begin(self, now: float, transfers: int) -> None:
-        """Starts a revision of so many transfers, when it is sent to the nodes. Nothing of it is
-        late yet."""
+        """A revision with this number of transfers is sent to the nodes now. No transfer is late
+        yet."""
         self._pace.begin(now)
         self._look_at = max(self._look_at, _next_look(now, transfers))
 

@@ -212,6 +212,18 @@ async def test_a_model_closes_once_what_was_lifted_is_there(node: Node) -> None:
     assert not node.engine.given
 
 
+async def test_a_worker_that_ends_lifts_nothing_any_more(node: Node) -> None:
+    await node.worker.open_model(MODEL, HASH_MODEL)
+    node.link.copies.shut()
+    before = asyncio.all_tasks()
+    node.worker.lift(MODEL, 0, node.blocks[0])
+    await until(lambda: node.link.copies.most_pending == 1)
+    (lifting,) = asyncio.all_tasks() - before
+    await node.worker.stop()
+    await asyncio.wait([lifting], timeout=20)
+    assert lifting.cancelled()
+
+
 async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(20):
         while not condition():  # the link's thread tells nobody  # noqa: ASYNC110
