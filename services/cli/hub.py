@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 
 from services.cli.client import absolute, say
+from services.local.hub_name import PREFIX, parse
 
-PREFIX = "hf:"
 FORMS = f"PATH|{PREFIX}OWNER/NAME"
 WHERE = (
     "directory in which models of the Hub are kept, and gone on with where a fetch broke off "
@@ -44,7 +44,7 @@ def _default() -> Path:
 def _fetched(text: str, cache: Path) -> Path:
     from services.local import hub  # imports huggingface_hub: half a second
 
-    model = hub.parse(text)
+    model = parse(text)
     listing = hub.list_files(model)
     into = hub.directory(cache, model, listing)
     missing = hub.missing_bytes(listing, into)

@@ -31,14 +31,12 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import http_get
 from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
 
+from services.local.hub_name import HubModel
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
 from shared.version import __version__
 
-PREFIX = "hf:"
-"""What the name of a model on the Hub begins with on the command line."""
 PART = ".part"
 READ_BYTES = 1 << 20
-_NAME = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+|[\w.-]+)(@(?P<revision>[\w./-]+))?", re.ASCII)
 _WANTED = re.compile(
     r"[\w.-]+\.(json|jinja|txt)|(model|adapter_model)(-[\w-]+)?\.safetensors|1_Pooling/config\.json",
     re.ASCII,
@@ -49,21 +47,6 @@ files beside them. Other forms of the same weights are left alone."""
 
 class HubError(LambdaScaleError):
     code = "hub"
-
-
-@dataclass(frozen=True, slots=True)
-class HubModel:
-    repo: str
-    """OWNER/NAME"""
-    revision: str | None = None
-    """A branch, a tag or a commit; None: the main branch."""
-
-    @property
-    def name(self) -> str:
-        return self.repo.rpartition("/")[2]
-
-    def __str__(self) -> str:
-        return self.repo + (f"@{self.revision}" if self.revision else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +70,6 @@ class Listing:
 
 Advance = Callable[[int], None]
 """Is told of each step how many bytes have come."""
-
-
-def parse(text: str) -> HubModel:
-    """hf:OWNER/NAME[@REVISION]"""
-    found = _NAME.fullmatch(text.removeprefix(PREFIX))
-    if found is None:
-        raise BadInput(f"{text}: write a model of the Hub as {PREFIX}OWNER/NAME[@REVISION]")
-    return HubModel(found["repo"], found["revision"])
 
 
 def directory(cache: Path, model: HubModel, listing: Listing) -> Path:

@@ -7,7 +7,8 @@ import pytest
 from huggingface_hub import constants
 
 from services.local import hub
-from services.local.hub import HubError, HubModel
+from services.local.hub import HubError
+from services.local.hub_name import HubModel, parse
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
 from tests.support.hub import COMMIT, TOKEN, Hub, serving
 
@@ -37,7 +38,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 def fetched(cache: Path, text: str = "hf:owner/tiny") -> tuple[Path, int]:
     """The directory, and how many bytes came."""
-    model = hub.parse(text)
+    model = parse(text)
     listing = hub.list_files(model)
     into = hub.directory(cache, model, listing)
     came: list[int] = []
@@ -60,13 +61,13 @@ def names(directory: Path) -> list[str]:
     ],
 )
 def test_names(text: str, expected: HubModel) -> None:
-    assert hub.parse(text) == expected
+    assert parse(text) == expected
 
 
 @pytest.mark.parametrize("text", ["hf:", "hf:a/b/c", "hf:a b", "hf:owner/name@"])
 def test_what_is_no_name(text: str) -> None:
     with pytest.raises(BadInput, match="hf:OWNER/NAME"):
-        hub.parse(text)
+        parse(text)
 
 
 def test_what_is_needed_of_a_model_comes(served: Hub, tmp_path: Path) -> None:
@@ -135,7 +136,7 @@ def test_what_is_not_there_is_said(
     served: Hub, text: str, kind: type[LambdaScaleError], words: str
 ) -> None:
     with pytest.raises(kind, match=words):
-        hub.list_files(hub.parse(text))
+        hub.list_files(parse(text))
 
 
 def test_a_model_without_safetensors_is_refused(served: Hub) -> None:
