@@ -94,12 +94,13 @@ class ModelMachine:
             if self.standing.leaving(node):
                 return
         held, member = self._held(node), self.fleet.members.get(node)
+        lost = member is not None and not member.held <= held
         if member is not None:
-            lost = not member.held <= held
             self.fleet.look(member, held)
-            if self.event is not None:
-                new = () if told and held.issuperset(gained) else gained
-                self.event.on_holdings(node, held, new, at_ns or self._desk.now.wall_ns)
+        if self.event is not None:  # of a target that has just left the fleet, too
+            new = () if told and held.issuperset(gained) else gained
+            self.event.on_holdings(node, held, new, at_ns or self._desk.now.wall_ns)
+        if member is not None:
             if lost and not self._loads(node):
                 self._log("warning", "a member lost blocks", node=node)
                 self._releases.leave(node)

@@ -16,8 +16,8 @@ from services.planner.core.orders import AT_ONCE_S, WAVE_S, report_s
 from services.planner.core.planner import LOST_S
 from services.planner.core.replicas import HURRY_S
 from services.planner.core.standing import AVOID_S
-from services.planner.core.stimuli import Asked, Failed, Replied
-from shared.errors import BusTimeout, Conflict, LambdaScaleError
+from services.planner.core.stimuli import Asked, Failed, Pinged, Replied
+from shared.errors import BusTimeout, Conflict, LambdaScaleError, PeerLost
 from shared.ids import Generation, NodeId
 from shared.messages import Ok
 from shared.messages.instances import InstanceSet
@@ -32,7 +32,7 @@ from shared.messages.pool import (
     Sources,
     Tier,
 )
-from shared.messages.scaling import EventState, PeerSuspect, SetInstances
+from shared.messages.scaling import EventState, PeerSuspect, PullFailed, SetInstances
 from tests.unit.planner.driver import (
     EPOCH,
     EVERY,
@@ -501,6 +501,33 @@ def test_the_whole_copy_of_a_suspect_is_no_stray() -> None:
         driver.holds("a")
         assert not driver.all_asked(commands.Release)
     driver.wait(0.1)
+    assert driver.replicas() == {"a"}
+
+
+def test_a_target_that_fails_a_ping_while_its_event_judges_others_may_say_what_it_holds() -> None:
+    driver = loading("b", "c")
+    failed = PullFailed(
+        event=driver.event.id,
+        revision=driver.event.revision,
+        node=NodeId("c"),
+        generation=Generation(1),
+        block=0,
+        source=A,
+        code=PeerLost.code,
+        message="reset",
+    )
+    driver.feed(failed)
+    (judging,) = driver.all_asked(commands.Ping)
+    driver.feed(PeerSuspect(reporter=A, node=B, reason="reset"))
+    suspect = next(ping for ping in driver.all_asked(commands.Ping) if ping.node == B)
+    driver.reply(suspect, Pinged(suspect.ticket, False))
+    for block in EVERY:
+        driver.arrived("b", block, "a", driver.event)
+    driver.reply(judging, Pinged(judging.ticket, True))
+    driver.think()
+    for plan in driver.orders():
+        driver.answer(plan, Ok())
+    assert driver.event.targets == (NodeId("c"),)
     assert driver.replicas() == {"a"}
 
 
