@@ -6,6 +6,7 @@ its end, and calls run at once, as they do in the thread while a step waits for 
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -53,13 +54,16 @@ class ModelledWorker:
         steps_type: type[Steps] = Steps,
         kv_mover: Callable[[], KvMover | None] = lambda: None,
         worth: Worth = lambda model_id, positions, nbytes: True,
+        unit: int = 1,
     ) -> None:
-        """`host` is told which models are in use."""
+        """`host` is told which models are in use. `unit`: the bytes that one byte of the network
+        stands for."""
         self._node = node
         self._engine = engine
         self._pcie = pcie
         self._host = host
         self._kv_mover = kv_mover
+        self._unit = unit
         self._make_steps = partial(
             steps_type,
             node=node,
@@ -187,7 +191,9 @@ class ModelledWorker:
         self._tell(lambda steps: steps.peer_lost(address, error))
 
     def load(self) -> WorkerLoad:
-        return self._steps.load
+        load = self._steps.load
+        in_units = {m: -(-n // self._unit) for m, n in load.kv_position_bytes.items()}
+        return replace(load, kv_position_bytes=in_units)
 
     def pulse(self) -> Pulse:
         """A modelled engine never hangs."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
 from services.node.attempts import Attempts
-from services.node.core.handover import is_worth
+from services.node.core.handover import copy_s, is_worth
 from services.node.core.known_answers import KnownAnswers
 from services.node.core.profile import Profiler
 from services.node.core.view import NodeView
@@ -48,6 +48,7 @@ from shared.messages.pool import (
     Holding,
     NodeGone,
     NodeInfo,
+    Profile,
     ReportStatus,
 )
 from shared.messages.scaling import (
@@ -97,7 +98,7 @@ class NodeService(Service):
         self._unfit = ""
         """Why it takes nothing new; empty: it is fit."""
         self._profiler = Profiler()
-        self._statuses = Statuses(self._look, self._profiler)
+        self._statuses = Statuses(self._look, self._profiler, self._kv_s)
         self._engine_s: defaultdict[ModelId, float] = defaultdict(float)
         """Seconds that the engine has spent in sweeps."""
         self._sent_bytes = 0
@@ -288,6 +289,12 @@ class NodeService(Service):
                 self._statuses.profile, config.link_bytes_per_s, model, positions, nbytes
             )
         return config.kv_moves == "always"
+
+    def _kv_s(self, profile: Profile, nbytes: int) -> float:
+        config = self._config
+        if config.kv_moves == "never":
+            return 0.0
+        return copy_s(profile, config.link_bytes_per_s, nbytes)
 
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._profiler.ran(model, share, tokens, seconds)

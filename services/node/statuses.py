@@ -2,11 +2,14 @@
 
 import asyncio
 import dataclasses
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
-from services.node.core.profile import Profiler
+import msgspec
+
+from services.node.core.profile import Profiler, rounded
 from services.node.core.told import Telling
 from services.node.core.view import NodeView
+from shared.ids import ModelId
 from shared.messages.pool import NodeStatus, Profile
 
 STATUS_EVERY_S = 1.0
@@ -16,10 +19,17 @@ itself: in a status it is said with the next change, or when the model is whole.
 
 
 class Statuses:
-    def __init__(self, look: Callable[[], NodeView], profiler: Profiler) -> None:
-        """`look`: the node as it is now."""
+    def __init__(
+        self,
+        look: Callable[[], NodeView],
+        profiler: Profiler,
+        kv_s: Callable[[Profile, int], float],
+    ) -> None:
+        """`look`: the node as it is now. `kv_s`: how long so many bytes of KV take from another
+        node to this one, which measured the profile; 0: KV does not move."""
         self._look = look
         self._profiler = profiler
+        self._kv_s = kv_s
         self._due = asyncio.Event()
         self._cause = ""
         """The last message that asked for the status that is due; empty if none did."""
@@ -44,7 +54,8 @@ class Statuses:
         view = self._look()
         told = self._telling.next(view.holdings, whole=self._whole)
         cause, self._cause, self._whole = cause or self._cause, "", False
-        self.profile = self._profiler.profile()
+        load = dataclasses.asdict(view.load)
+        self.profile = self._measured(load.pop("kv_position_bytes"))
         return NodeStatus(
             cause=cause,
             node=view.info.node,
@@ -61,8 +72,21 @@ class Statuses:
             host_free=view.host_free,
             copying=view.copying,
             unfit=view.unfit,
-            **dataclasses.asdict(view.load),
+            **load,
         )
+
+    def _measured(self, kv_position_bytes: Mapping[ModelId, int]) -> Profile:
+        profile = self._profiler.profile()
+        models = (
+            msgspec.structs.replace(
+                each,
+                kv_s_per_token=rounded(
+                    self._kv_s(profile, kv_position_bytes.get(each.model_id, 0))
+                ),
+            )
+            for each in profile.models
+        )
+        return msgspec.structs.replace(profile, models=tuple(models))
 
     async def run(self, publish: Callable[[], Awaitable[None]]) -> None:
         """Calls `publish` on every change, and once a second, without end."""

@@ -111,6 +111,9 @@ class InstanceSet(Message, frozen=True, kw_only=True, tag="instance_set"):
     prefill_s_per_token: float = 0.0
     """Seconds that each further token in a pass adds, as nodes measured it. 0: nothing, or not
     known."""
+    kv_s_per_token: float = 0.0
+    """Seconds in which the KV of a position moves from node to node, as nodes expect. 0: it does
+    not move, or that is not known."""
     coming: Coming | None = None
     """None: no scaling event runs."""
 

@@ -105,6 +105,9 @@ class ModelProfile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     weights."""
     decode_s_per_token: float = 0.0
     """Seconds that each further sequence adds to a pass in which all decode, KV included."""
+    kv_s_per_token: float = 0.0
+    """Seconds in which the KV of a position comes from another node, as the node expects. 0: it is
+    computed anew instead."""
     share: float = 1.0
     """The part of the model that the node ran in these passes, about. The fixed costs of a pass
     make a small part look slow."""

@@ -84,11 +84,13 @@ class Moves:
                     remaining=request.remaining,
                     context=context,
                     behind=target.unanswered,
+                    bare=is_bare(request),
                 )
             stays = costs.stays if costs else not with_token and self._runs(source, target)
             judged.append(Judged(request, source, costs, stays))
             if not stays:
-                self._attempts.begin_move(request, target, now)
+                with_kv = costs is not None and costs.with_kv
+                self._attempts.begin_move(request, target, now, with_kv=with_kv)
         return judged
 
     def _runs(self, path: Route, target: Route) -> bool:
@@ -175,10 +177,14 @@ def _waiting(replica: Route) -> list[Request]:
 
 def _goes_on(request: Request) -> bool:
     """Whether it is to go on where instances decode. One whose KV would be computed anew there
-    (`Takings.begin`) would hold up the others."""
-    bare = not request.image and request.sampling.logprobs is None
+    would hold up the others."""
     known = not (request.suspect or request.check)
-    return bare and known and request.remaining >= WORTH_MOVING
+    return is_bare(request) and known and request.remaining >= WORTH_MOVING
+
+
+def is_bare(request: Request) -> bool:
+    """Whether its KV may move (`Takings.begin`)."""
+    return not request.image and request.sampling.logprobs is None
 
 
 def _mean(judged: list[Judged]) -> routing.Switch | None:

@@ -136,6 +136,8 @@ class Switch:
 
     stay_s: float
     move_s: float
+    with_kv: bool = False
+    """Whether its KV is expected to move with it."""
 
     @property
     def stays(self) -> bool:
@@ -143,26 +145,42 @@ class Switch:
 
 
 def switch(
-    table: Table, path: Route, target: Route, *, remaining: int, context: int, behind: float
+    table: Table,
+    path: Route,
+    target: Route,
+    *,
+    remaining: int,
+    context: int,
+    behind: float,
+    bare: bool = True,
 ) -> Switch | None:
     """The costs of a request's two ways to its end. It may stay on its path, where its KV is, or
-    move to a complete node, which computes the KV of its context anew. None: not measured yet.
+    move to a complete node. None: not measured yet.
 
     `remaining` is the number of tokens to come, `context` the number of tokens so far. On the path
-    each token takes as long as tokens took there lately. On the target the prompts that came before
-    are prefilled first, and then the request's context. After that each token takes a pass with all
-    requests there. Both times are as nodes measured them. It is left out that a path keeps its
+    each token takes as long as tokens took there lately. On the target each token takes a pass with
+    all requests there. All times are as nodes measured them. It is left out that a path keeps its
     nodes busy, because these are the complete nodes: its rows ride on sweeps that run anyway, or
-    that would run for the same tokens on the target. What a move adds is the prefill, which
-    `behind` requests wait for as well: those that wait for their first token there.
+    that would run for the same tokens on the target.
+
+    The target gets the request's KV in one of two ways, as it decides by the same rule
+    (`services.node.core.handover`). It computes the KV of the context anew, after the prompts that
+    came before. `behind` requests wait for that as well: those that wait for their first token
+    there. Or the KV moves, if that is faster and the request is `bare` (see `moves.is_bare`). Then
+    the request goes on where it is meanwhile, nobody waits, and what it generates meanwhile is
+    computed once more.
 
     lambdaScale (section 4) always recomputes. BlitzScale (section 5.2) lets requests end where
     their KV is. Which of them is right depends on `remaining` and `context`.
     """
     if not (path.token_s and table.decode_s):
         return None
-    prefill = target.prompts + context
+    stay_s = remaining * path.token_s
     token_s = table.decode_s + len(target.requests) * table.prefill_s
+    if bare and 0 < table.kv_s < table.prefill_s:
+        meanwhile = min(remaining, context * table.kv_s / path.token_s)
+        left_s = meanwhile * table.prefill_s + (remaining - meanwhile) * token_s
+        return Switch(stay_s, meanwhile * path.token_s + left_s, with_kv=True)
+    prefill = target.prompts + context
     others_s = behind * context * table.prefill_s
-    move_s = prefill * table.prefill_s + others_s + remaining * token_s
-    return Switch(remaining * path.token_s, move_s)
+    return Switch(stay_s, prefill * table.prefill_s + others_s + remaining * token_s)

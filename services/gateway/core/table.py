@@ -53,6 +53,8 @@ class Table:
         """Seconds of a pass of one token through the model. 0: not known."""
         self.prefill_s = 0.0
         """Seconds that each further token adds to a pass. 0: not known."""
+        self.kv_s = 0.0
+        """Seconds in which the KV of a position moves to another node. 0: it does not."""
         self.instance_slots = 1
         """The slots of the largest replica."""
         self._most_ahead, self._ahead_s = prompts_ahead, ahead_s
@@ -83,6 +85,7 @@ class Table:
         self.version = (new.epoch, new.revision)
         self.fixed, self.within_s = new.fixed, new.within_s
         self.decode_s, self.prefill_s = new.decode_s, new.prefill_s_per_token
+        self.kv_s = new.kv_s_per_token
         ahead = self._prompts_ahead
         for each in self._nodes.values():
             each.prompts_ahead = ahead

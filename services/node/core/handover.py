@@ -61,10 +61,15 @@ def is_worth(
     """Whether to copy the KV of so many positions takes less time than to compute it. `profile`: of
     the node that would compute it. A link that was not measured counts as fast, an engine as slow.
     `link_bytes_per_s`: 0: not known."""
-    rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
-    copy_s = ASKING_S + nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
+    asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, nbytes)
     token_s = next((m.prefill_s_per_token for m in profile.models if m.model_id == model_id), 0.0)
-    return not token_s or copy_s < positions * token_s
+    return not token_s or asked_s < positions * token_s
+
+
+def copy_s(profile: Profile, link_bytes_per_s: int, nbytes: int) -> float:
+    """Seconds in which so many bytes of KV come from another node, for the rates see `is_worth`."""
+    rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
+    return nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
 
 
 def secret_of(submit: Submit) -> bytes:

@@ -15,6 +15,8 @@ class WorkerLoad:
     kv_capacity: int = 0
     kv_shares: Mapping[ModelId, int] = field(default_factory=dict)
     """The positions that each open model can have however much the others need."""
+    kv_position_bytes: Mapping[ModelId, int] = field(default_factory=dict)
+    """The bytes of a position's KV, of each open model."""
     tokens_out: int = 0
     """Tokens drawn here since the start."""
     prompt_tokens: int = 0

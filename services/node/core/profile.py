@@ -196,10 +196,10 @@ class Profiler:
 
     def profile(self) -> Profile:
         return Profile(
-            out_bytes_per_s=_rounded(self._out.bytes_per_s),
-            in_bytes_per_s=_rounded(self._in.bytes_per_s),
-            overhead_s=_rounded(self._overhead.seconds),
-            load_bytes_per_s=_rounded(self._load.bytes_per_s),
+            out_bytes_per_s=rounded(self._out.bytes_per_s),
+            in_bytes_per_s=rounded(self._in.bytes_per_s),
+            overhead_s=rounded(self._overhead.seconds),
+            load_bytes_per_s=rounded(self._load.bytes_per_s),
             models=tuple(self._models()),
         )
 
@@ -209,10 +209,10 @@ class Profiler:
             one, more = times.line()
             yield ModelProfile(
                 model_id=model,
-                prefill_s_per_token=_rounded(more),
-                decode_s=_rounded(one),
-                decode_s_per_token=_rounded(times.decode_s_per_token()),
-                share=_rounded(times.share),
+                prefill_s_per_token=rounded(more),
+                decode_s=rounded(one),
+                decode_s_per_token=rounded(times.decode_s_per_token()),
+                share=rounded(times.share),
             )
 
 
@@ -226,6 +226,6 @@ def _weighted_median(values: list[tuple[float, float]]) -> float:
     raise ValueError("no values")
 
 
-def _rounded(value: float) -> float:
+def rounded(value: float) -> float:
     """Rounds to two significant digits."""
     return float(f"{value:.2g}")

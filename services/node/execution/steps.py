@@ -287,6 +287,9 @@ class Steps:
             kv_used=self._engine.kv_used,
             kv_capacity=self._engine.kv_capacity,
             kv_shares={model_id: self._engine.kv_share(model_id) for model_id in self._models},
+            kv_position_bytes={
+                model_id: self._engine.position_bytes(model_id) for model_id in self._models
+            },
             tokens_out=self._batcher.tokens_out,
             prompt_tokens=self._batcher.prompt_tokens,
             cached_tokens=self._batcher.cached_tokens,

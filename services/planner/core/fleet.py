@@ -410,6 +410,7 @@ class Fleet:
             within_s=self.within_s,
             decode_s=cluster.measured.decode_s(model),
             prefill_s_per_token=cluster.measured.prefill_s_per_token(model),
+            kv_s_per_token=cluster.measured.kv_s_per_token(model),
             trace=self.cause.trace,
             cause=self.cause.event or "",
             coming=self._coming(),

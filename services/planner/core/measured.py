@@ -83,6 +83,10 @@ class Measured:
         """Seconds that each further sequence adds to such a pass; 0: not known."""
         return self._ordinary(model).decode_s_per_token
 
+    def kv_s_per_token(self, model: ModelId) -> float:
+        """Seconds in which the KV of a position moves to another node; 0: it does not."""
+        return self._ordinary(model).kv_s_per_token
+
     def speed(self, node: NodeId, model: ModelId, tokens: int, known: float = 1.0) -> float:
         """How fast the node runs a pass of `tokens` tokens, relative to the median of the nodes.
         `known`: its last result, which stays unless the speed has clearly changed. 1 for a node
@@ -108,6 +112,7 @@ class Measured:
                 decode_s=_middle(each.decode_s for each in said),
                 decode_s_per_token=_middle(each.decode_s_per_token for each in said),
                 prefill_s_per_token=_middle(each.prefill_s_per_token for each in said),
+                kv_s_per_token=_middle(each.kv_s_per_token for each in said),
             )
         return self._middle[model]
 

@@ -241,12 +241,16 @@ def judged(
     others: int = 0,
     prompts: int = 0,
     behind: float = 0.0,
+    kv_s: float = 0.0,
+    bare: bool = True,
 ) -> Switch | None:
     """On a path where a token takes `token_s`, beside a replica with `others` and `prompts`."""
     table, moving, target = Table(), route(path(1, 2)), route(replica(2), requests=others)
-    table.decode_s, table.prefill_s = decode_s, prefill_s
+    table.decode_s, table.prefill_s, table.kv_s = decode_s, prefill_s, kv_s
     moving.token_s, target.prompts = token_s, prompts
-    return switch(table, moving, target, remaining=remaining, context=context, behind=behind)
+    return switch(
+        table, moving, target, remaining=remaining, context=context, behind=behind, bare=bare
+    )
 
 
 @given(
@@ -258,6 +262,7 @@ def judged(
     others=st.integers(0, 64),
     prompts=st.integers(0, 10_000),
     behind=st.integers(0, 1_000),
+    kv_s=st.just(0.0) | SECONDS,
 )
 def test_staying_is_for_the_last_tokens_of_long_contexts(
     remaining: int,
@@ -268,6 +273,7 @@ def test_staying_is_for_the_last_tokens_of_long_contexts(
     others: int,
     prompts: int,
     behind: int,
+    kv_s: float,
 ) -> None:
     """What says stay, says so for a smaller rest, a longer context, a busier target, more that
     wait; on a path that is no slower there is nothing to gain at all."""
@@ -282,6 +288,7 @@ def test_staying_is_for_the_last_tokens_of_long_contexts(
             others=others,
             prompts=prompts,
             behind=behind,
+            kv_s=kv_s,
         )
         assert found is not None
         assert found.stay_s == remaining * token_s
@@ -322,6 +329,30 @@ def test_what_others_wait_longer_counts() -> None:
     assert before_two is not None
     assert before_two.stay_s == alone.stay_s
     assert before_two.move_s == pytest.approx(alone.move_s + 2 * 0.2)
+
+
+def test_kv_that_moves_holds_up_nobody() -> None:
+    """It takes 0.1 s, while two more tokens come on the path, which are computed once more."""
+    found = judged(remaining=10, context=200, others=3, prompts=50, behind=2, kv_s=0.0005)
+    assert found is not None
+    assert found.with_kv
+    assert found.stay_s == pytest.approx(0.5)
+    assert found.move_s == pytest.approx(2 * 0.05 + 2 * 0.001 + 8 * 0.043)
+
+
+def test_a_request_ends_on_its_path_if_its_kv_would_come_too_late() -> None:
+    found = judged(remaining=10, context=2_000, kv_s=0.0005)
+    assert found is not None
+    assert found.stays
+
+
+@pytest.mark.parametrize(("kv_s", "bare"), [(0.001, True), (0.002, True), (0.0005, False)])
+def test_kv_is_computed_anew_where_it_moves_no_faster_or_not_at_all(
+    kv_s: float, bare: bool
+) -> None:
+    expected = judged(remaining=10, context=200, others=3, prompts=50)
+    found = judged(remaining=10, context=200, others=3, prompts=50, kv_s=kv_s, bare=bare)
+    assert found == expected
 
 
 def test_what_is_not_measured_is_not_judged() -> None:

@@ -172,3 +172,16 @@ def test_only_nodes_that_have_the_model_open_say_what_kv_it_has() -> None:
     assert found.kv_tokens(MODEL) == 320
     found.on_kv(C, {MODEL: 960})
     assert found.kv_tokens(MODEL) == 960
+
+
+def test_gateways_are_told_how_long_kv_takes_to_move() -> None:
+    driver = Driver()
+    driver.join("a", "b")
+    driver.publish()
+    for node, kv_s in (("a", 2e-6), ("b", 0.0)):
+        ran = ModelProfile(
+            model_id=MODEL, decode_s=0.02, prefill_s_per_token=1e-4, kv_s_per_token=kv_s
+        )
+        driver.status(node, Holding(MODEL, Tier.GPU, tuple(EVERY)), ran=(ran,))
+    driver.wait(1.0)
+    assert driver.sets[-1].kv_s_per_token == 2e-6, "of those where it moves"

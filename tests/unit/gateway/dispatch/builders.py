@@ -38,11 +38,13 @@ class Driver:
         self,
         *instances: Instance,
         step_s: float = 0.0,
+        kv_s: float = 0.0,
         node_slots: int = 8,
         fixed: int | None = None,
         within_s: float = 0.0,
     ) -> list[Command]:
-        """`step_s`: what they say that any pass takes, and each token more in it."""
+        """`step_s`: what they say that any pass takes, and each token more in it. `kv_s`: what the
+        KV of a position takes to move."""
         self.revision += 1
         new = InstanceSet(
             name=NAME,
@@ -55,6 +57,7 @@ class Driver:
             within_s=within_s,
             decode_s=step_s,
             prefill_s_per_token=step_s,
+            kv_s_per_token=kv_s,
         )
         return self.dispatch.on_instances(new, self.now)
 

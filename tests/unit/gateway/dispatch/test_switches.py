@@ -14,9 +14,9 @@ from tests.unit.gateway.dispatch.builders import Driver, sent
 from tests.unit.gateway.support import path, replica
 
 
-def streaming(driver: Driver, *, tokens: int, every_s: float) -> None:
+def streaming(driver: Driver, *, tokens: int, every_s: float, logprobs: int | None = None) -> None:
     """Request a, on its way on a path."""
-    driver.admit("a", prompt=10, max_tokens=100)
+    driver.admit("a", prompt=10, max_tokens=100, logprobs=logprobs)
     for index in range(tokens):
         driver.give("a", 1, index)
         driver.now += every_s
@@ -52,6 +52,25 @@ def test_a_request_moves_where_recomputing_costs_less() -> None:
     (told,) = switches(commands)
     assert (told.moved, told.stayed, told.stayed_costs) == (("a",), 0, None)
     assert costs(told.moved_costs) == pytest.approx((50 * 1.0, (60 + 50) * 0.2))
+
+
+def test_a_request_moves_with_its_kv_and_keeps_the_target_free_for_others() -> None:
+    """KV moves in 1 s. Meanwhile a token comes on the path, which is computed once more."""
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2)
+    commands = driver.publish(*after, step_s=0.2, kv_s=0.01)
+    assert sent(commands) == [("a", "replica-2", 2)]
+    (told,) = switches(commands)
+    assert costs(told.moved_costs) == pytest.approx((10 * 1.0, 1 * 1.0 + 1 * 0.2 + 9 * 0.2))
+    assert sent(driver.admit("b", prompt=1)) == [("b", "replica-2", 1)]
+
+
+def test_kv_is_not_expected_to_move_with_log_probabilities() -> None:
+    driver = Driver(path(1, 2))
+    streaming(driver, tokens=90, every_s=1.0, logprobs=1)
+    after = path(1, 2, state=InstanceState.MOVING), replica(2)
+    assert sent(driver.publish(*after, step_s=0.2, kv_s=0.01)) == []
 
 
 def test_a_request_stays_while_others_wait_for_their_first_token() -> None:

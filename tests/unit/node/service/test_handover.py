@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from services.node.core.handover import COPIED_BYTES_PER_S
 from services.node.core.kv import PAGE, movable
 from shared.messages.serving import Token
 from tests.unit.node.cluster import ALL, Nodes, nodes
@@ -75,6 +76,26 @@ async def test_a_sequence_goes_on_elsewhere_with_its_kv(
         assert fresh[0].index == last + 1
         assert up.failure("r") is None
         assert up.services[target]._worker.load().received_tokens == 2 * PAGE
+
+
+@pytest.mark.parametrize(("kv_moves", "rate"), [("auto", 1e8), ("auto", 1e6), ("never", 1e8)])
+async def test_a_node_says_how_long_kv_takes_to_come(
+    tmp_path: Path, checkpoint: Path, kv_moves: str, rate: float
+) -> None:
+    settings = MOVING | {"kv_moves": kv_moves, "link_bytes_per_s": int(rate)}
+    async with nodes(tmp_path, checkpoint, "a", settings=settings) as up:
+        await up.promoted("a")
+        await run(up, "r", "a")
+        (model,) = up.services["a"]._worker.load().kv_position_bytes.items()
+
+        def told() -> list[float]:
+            status = up.status("a")
+            models = status.profile.models if status else ()
+            return [each.kv_s_per_token for each in models if each.model_id == model[0]]
+
+        await up.statuses.until(lambda: bool(told()))
+        copied_s = model[1] * (1 / COPIED_BYTES_PER_S + 1 / rate)
+        assert told() == [pytest.approx(copied_s if kv_moves == "auto" else 0.0, rel=0.06)]
 
 
 async def test_kv_comes_while_the_prompt_still_runs(tmp_path: Path, checkpoint: Path) -> None:
