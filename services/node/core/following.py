@@ -320,9 +320,9 @@ class Follower:
         """For tests. AssertionError: what is kept here cannot be."""
         queued = [row for _, part in self.queue for row in part.rows]
         waiting = [*queued, *(part.rows[0] for part in self.preparing.values())]
-        keys = [row.sequence for row in waiting]
-        assert len(set(keys)) == len(keys), "a sequence waits in two places"
-        assert set(keys) <= set(self.sequences), "a row waits whose sequence is over"
+        keys = {row.sequence for row in waiting}
+        assert len(keys) == len(waiting), "a sequence waits in two places"
+        assert keys <= self.sequences.keys(), "a row waits whose sequence is over"
         assert all(part.keys == (key,) for key, part in self.preparing.items())
         assert all(part.rows for _, part in self.queue), "an empty part waits"
         for row in waiting:

@@ -1,7 +1,7 @@
 """The sequences that a node leads, by state (`services.node.core.leading` has the table)."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from services.node.core.microbatches import Path
 from services.node.core.rows import SequenceKey, attempt_of
@@ -79,13 +79,8 @@ class Led:
         """For tests. AssertionError: what is kept here cannot be."""
         sequences = list(self)
         assert len({s.key for s in sequences}) == len(sequences), "a sequence is in two places"
-        attempts: dict[RequestId, list[Submit]] = {}
-        for sequence in sequences:
-            attempts.setdefault(sequence.submit.request, []).append(sequence.submit)
-        for found in attempts.values():
-            if len(found) > 1:
-                *others, last = sorted(found, key=lambda submit: submit.attempt)
-                assert [s.attempt for s in others] == [last.takes_over], "attempts left behind"
+        if len({s.submit.request for s in sequences}) < len(sequences):
+            _validate_attempts([s.submit for s in sequences])
         for key, sequence in (*self.preparing.items(), *self.running.items()):
             assert key == sequence.key
         for sequence in (*self.preparing.values(), *self.waiting):
@@ -104,6 +99,16 @@ class Led:
         assert laned == len(self.running), "running is being in a lane"
         for sequence in self.running.values():
             _validate_running(sequence)
+
+
+def _validate_attempts(submits: Iterable[Submit]) -> None:
+    attempts: dict[RequestId, list[Submit]] = {}
+    for submit in submits:
+        attempts.setdefault(submit.request, []).append(submit)
+    for found in attempts.values():
+        if len(found) > 1:
+            *others, last = sorted(found, key=lambda submit: submit.attempt)
+            assert [s.attempt for s in others] == [last.takes_over], "attempts left behind"
 
 
 def _validate_running(sequence: Sequence) -> None:
