@@ -64,9 +64,14 @@ def log_plainly() -> None:
 log_plainly()
 
 # Tests measure no time: a busy machine must not fail them.
-settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("fast", settings.get_profile("untimed"), max_examples=30)
-settings.load_profile("untimed")
+for name, examples in (("usual", 60), ("fast", 30), ("thorough", 500)):
+    settings.register_profile(
+        name,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+        max_examples=examples,
+    )
+settings.load_profile("usual")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -15,11 +15,7 @@ SEED = 12
 """Many faults, many events."""
 
 
-def test_twice_in_one_process() -> None:
-    assert play(scenario(SEED)) == play(scenario(SEED))
-
-
-def test_in_processes_that_hash_differently(tmp_path: Path) -> None:
+def test_in_one_process_and_in_others_that_hash_differently(tmp_path: Path) -> None:
     logs = [tmp_path / f"{hashed}.log" for hashed in ("1", "2")]
     running = [
         subprocess.Popen(
@@ -32,7 +28,9 @@ def test_in_processes_that_hash_differently(tmp_path: Path) -> None:
     assert [process.wait() for process in running] == [0, 0]
     one, other = (log.read_bytes() for log in logs)
     assert one == other
-    assert one.decode().splitlines() == list(play(scenario(SEED)).log)
+    played = play(scenario(SEED))
+    assert one.decode().splitlines() == list(played.log)
+    assert play(scenario(SEED)) == played
 
 
 def test_what_it_prints(
