@@ -1,16 +1,19 @@
 """From no instance at all to the first token, on real processes, beside what the copy takes.
 
-Run: `.venv/bin/python -m benchmarks.from_zero`, four minutes. Nodes read their disks at 32 MB/s
-(`node.disk_bytes_per_s`), so that a copy takes seconds; their links carry 400 MB/s. The limit of a
-case is the time in which its tiers copy the blocks, and the prefill of the same prompt where the
-model serves. Engines pack weights (`node.cpu_weights`), as is the default: the limit leaves no time
-for that.
+Run: `.venv/bin/python -m benchmarks.from_zero`, six minutes and 16 GB of memory. Nodes read their
+disks at 32 MB/s (`node.disk_bytes_per_s`), so that a copy takes seconds; their links carry
+400 MB/s. The limit of a case is the time in which its tiers copy the blocks, and the prefill of the
+same prompt where the model serves. Engines pack weights (`node.cpu_weights`), as is the default:
+the limit leaves no time for that.
 
 own disk     one node, which has the model on its disk
 other disk   the node with the disk copy is full, and another one gets the model from there
 two disks    two machines have the model on disk; one runs it, and each disk reads a half
 host cache   the model is in its node's host cache, from where memory is copied to the arena
 asleep       the model sleeps in its node's arena, so that there is nothing to copy
+
+The models have 96 MiB. The last two cases are measured with models of 1 GiB, too: what a wake takes
+beside copy and prefill hardly grows with the model.
 """
 
 import asyncio
@@ -41,6 +44,7 @@ from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus, Tier
 from shared.messages.scaling import ImportModel
 
 NBYTES, BLOCKS = 96 << 20, 12
+LARGE_NBYTES, LARGE_BLOCKS, LARGE_MODELS = 1 << 30, 24, 3
 DISK_BYTES_PER_S = 32_000_000
 LINK_BYTES_PER_S = 400_000_000
 ROUNDS = 5
@@ -50,6 +54,7 @@ LIMIT_S = 120.0
 ROOM = NBYTES * 9 // 8
 """An arena for one model."""
 FIRST = NodeId("node-0")
+HOST_BYTES = "LAMBDASCALE_NODE_HOST_BYTES"
 
 
 @dataclass
@@ -65,7 +70,7 @@ class Case:
         took, limit = statistics.median(self.cold_s), self.copy_s + prefill
         spread = f"{min(self.cold_s):.3f} to {max(self.cold_s):.3f}"
         line = (
-            f"{self.name:<11} {took:8.3f} s ({spread})   copy {self.copy_s:6.3f} + prefill "
+            f"{self.name:<17} {took:8.3f} s ({spread})   copy {self.copy_s:6.3f} + prefill "
             f"{prefill:.3f} = {limit:6.3f} s   {took / limit:5.2f} x, {took - limit:+.3f} s"
         )
         return line, took <= BAR * limit
@@ -188,6 +193,31 @@ async def measure_waking(up: Up, models: list[ModelRecord], case: Case, tier: Ti
         await up.asleep(record, tier)
 
 
+async def measure_large(folder: Path) -> tuple[Case, Case]:
+    """Large models, from both tiers of memory."""
+    spec = checkpoint_spec(LARGE_NBYTES, LARGE_BLOCKS)
+    paths = [folder / f"large{number}" for number in range(LARGE_MODELS)]
+    for number, path in enumerate(paths):
+        make_checkpoint(path, replace(spec, seed=number))
+    cached = Case("host cache, 1 GiB", memory_copy_s(LARGE_NBYTES))
+    asleep = Case("asleep, 1 GiB", 0.0)
+    room = str(LARGE_NBYTES * 9 // 8 * LARGE_MODELS)
+    settings = {
+        "LAMBDASCALE_NODE_ARENA_BYTES": room,
+        "LAMBDASCALE_NODE_KV_BYTES": str(256 << 20),
+        "LAMBDASCALE_NODE_DISK_BYTES_PER_S": "0",
+    }
+    async with running(folder / "large", 1, settings) as up:
+        models = [await up.add(path) for path in paths]
+        for number, record in enumerate(models):
+            await up.first_token_s(record, number)
+        await measure_waking(up, models, asleep, Tier.HOST)
+    async with running(folder / "large-cached", 1, settings | {HOST_BYTES: room}) as up:
+        models = [await up.add(path) for path in paths]
+        await measure_waking(up, models, cached, Tier.CACHE)
+    return cached, asleep
+
+
 def memory_copy_s(nbytes: int) -> float:
     """Seconds in which one core copies so many bytes of memory."""
     source, into = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
@@ -217,7 +247,7 @@ async def run(folder: Path) -> int:
         models = [await up.add(path) for path in paths]
         await measure(up, models, own)
         await measure_waking(up, models[1:], asleep, Tier.HOST)
-    caches = {"LAMBDASCALE_NODE_HOST_BYTES": str(ROOM * len(paths))}
+    caches = {HOST_BYTES: str(ROOM * len(paths))}
     async with running(folder / "cached", 1, all_of_them | caches) as up:
         models = [await up.add(path) for path in paths]
         await measure_waking(up, models[1:], cached, Tier.CACHE)
@@ -230,7 +260,7 @@ async def run(folder: Path) -> int:
         models = [await up.add(path, copies=2) for path in paths]
         await measure(up, models, two)
     met = True
-    for case in (own, other, two, cached, asleep):
+    for case in (own, other, two, cached, asleep, *await measure_large(folder)):
         line, within = case.report()
         met = met and within
         print(line)
