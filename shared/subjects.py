@@ -89,7 +89,7 @@ def node_counter(node: NodeId) -> str:
 
 
 def candidate(holder: str) -> str:
-    """Where a process that has a role, or stands by for it, answers Ping."""
+    """Where a process that has a role, or stands by for it, hears the others of the role."""
     return f"{ROOT}.candidate.{holder}"
 
 

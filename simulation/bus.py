@@ -99,6 +99,8 @@ class SimBroker(MemoryBroker):
         super().__init__()
         self.loss = loss
         self.leaderless = False
+        self.storeless: set[str] = set()
+        """The names of processes that the durable store does not answer; messages reach them."""
         self._latency_s = latency_s
         self.jitter_s = jitter_s
         self._draw = random.Random(seed).random
@@ -152,6 +154,11 @@ class SimBroker(MemoryBroker):
             for watch, bucket in bus.watches.items():
                 bucket.watches.pop(watch, None)
 
+    @property
+    def refused(self) -> int:
+        """Messages that their receivers refused, because they know a later term of that role."""
+        return sum(bus.stale for bus in self._wires)
+
     def reaches(self, name: str) -> bool:
         """Whether what a process says passes now, and what others say comes to it."""
         return all(wire.open for _, wire in self._named(name))
@@ -203,7 +210,7 @@ class SimBroker(MemoryBroker):
         done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def at_server() -> None:
-            if stored and self.leaderless:
+            if stored and (self.leaderless or bus.name in self.storeless):
                 return
             try:
                 self.down(bus, "", _give, done, act())

@@ -349,6 +349,23 @@ class Leaderless(Fault):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class StoreCut(Fault):
+    """The active planner or registry alone does not reach the durable store for a while. Messages
+    pass, so that nodes and gateways hear it."""
+
+    role: str
+
+    async def happen(self, field: Field) -> None:
+        name, broker = field.cluster.active(self.role), field.cluster.broker
+        refused = broker.refused
+        field.say(f"{name} does not reach the store")
+        broker.storeless.add(name)
+        await asyncio.sleep(self.lasts)
+        broker.storeless.discard(name)
+        field.say(f"{name} reaches the store; {broker.refused - refused} messages were refused")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ClockJump(Fault):
     """The wall clock of a role's active process, or of a node, jumps and stays where it is."""
 

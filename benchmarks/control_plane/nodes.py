@@ -153,6 +153,7 @@ class Node:
         self._due = asyncio.Event()
         self._offset = index / scene.nodes
         self._pulling: asyncio.Task[None] | None = None
+        self._gathering: Gathering | None = None
 
     async def open(self) -> None:
         node, bus = self.info.node, self._bus
@@ -182,6 +183,7 @@ class Node:
             except TimeoutError:
                 pass
             self._due.clear()
+            await self._say_arrived(early=True)
             await self._bus.publish(subjects.POOL_STATUS, self._status())
             await asyncio.sleep(STATUS_GAP_S)
             wait_s = STATUS_EVERY_S - STATUS_GAP_S
@@ -229,10 +231,10 @@ class Node:
     async def _pull(self, plan: ApplyPlan) -> None:
         held = self._holdings[plan.model_id, Tier.GPU]
         missing = [pull for pull in plan.pulls if pull.block not in held]
-        gathering = Gathering(plan.report_s, {pull.block for pull in missing})
+        self._gathering = Gathering(plan.report_s, {pull.block for pull in missing})
         async with asyncio.TaskGroup() as tasks:
             for pull in missing:
-                tasks.create_task(self._pull_one(plan, pull, gathering))
+                tasks.create_task(self._pull_one(plan, pull, self._gathering))
 
     async def _pull_one(self, plan: ApplyPlan, pull: Pull, gathering: Gathering) -> None:
         began_ns, loop = wall_ns(), asyncio.get_running_loop()
@@ -241,7 +243,12 @@ class Node:
         gathering.add(self._arrived(plan, pull, began_ns))
         if (wait_s := gathering.due - loop.time()) > 0:
             await asyncio.sleep(wait_s)
-        if blocks := gathering.take(loop.time()):
+        await self._say_arrived()
+
+    async def _say_arrived(self, *, early: bool = False) -> None:
+        if self._gathering is None:
+            return
+        if blocks := self._gathering.take(asyncio.get_running_loop().time(), early=early):
             report = together(blocks, wall_ns()) if len(blocks) > 1 else blocks[0]
             await self._bus.publish(subjects.ARRIVALS, report)
 

@@ -519,4 +519,7 @@ class NodeService(Service):
         if self._lease.over:
             return
         with self.contain("the status"):
+            # When blocks came is said before that they are there: the planner then learns of each
+            # block once, and the status is no news.
+            await self._reports.say_all()
             await self._publish(subjects.POOL_STATUS, self._statuses.next())

@@ -9,7 +9,7 @@ import msgspec
 
 from shared.bus.base import Bus, KeyValue, KvEntry, Log, M, ObjectStore, On, Server, Subscription
 from shared.election.election import Election
-from shared.errors import KeyExists, Superseded
+from shared.errors import BusTimeout, KeyExists, Superseded
 from shared.messages import Message
 from shared.messages.base import Term
 
@@ -42,7 +42,13 @@ class ActiveBus:
         await self._bus.publish(subject, self._stamped(message))
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
-        await self._election.confirm()
+        """Nothing is sent once the time is over: whoever asks has gone on without it by then."""
+        if not self._election.is_sure:
+            try:
+                async with asyncio.timeout(timeout):
+                    await self._election.confirm()
+            except TimeoutError as error:
+                raise BusTimeout(f"{subject}: this {self._term.role} may not be active") from error
         return await self._bus.request(subject, self._stamped(message), reply, timeout=timeout)
 
     async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:

@@ -3,12 +3,18 @@
 Each holder has a term, a number that never comes twice and grows. Everything that an active process
 says carries its term (`ActiveBus`), and whoever has heard of a later term refuses it. So a process
 that was paused, lost its role meanwhile and wakes up can do no harm.
+
+Not everybody has heard of the later term at once, though, and a holder that is cut off from the
+store does not know whether it alone is, and another has the role, or all are, and nobody can have
+it. So those that stand by tell the holder so. If its lease may have run out, it goes on only while
+each of them promises to keep off. One that wins keeps its last promise first.
 """
 
 import asyncio
 import os
 import socket
 from dataclasses import replace
+from math import inf
 from typing import NoReturn
 
 import msgspec
@@ -21,7 +27,10 @@ from shared.counters import next_number
 from shared.election.lease import (
     ABSENT_S,
     GRACE_S,
+    KNOWN_S,
+    OVERDUE_S,
     PAUSE_S,
+    PROMISE_S,
     RENEW_S,
     SILENT_S,
     LeaseRecord,
@@ -29,16 +38,28 @@ from shared.election.lease import (
     sighted,
     silence,
 )
-from shared.errors import BadMessage, BusError, BusTimeout, KeyExists, NoResponders, Superseded
+from shared.errors import (
+    BadMessage,
+    BusError,
+    BusTimeout,
+    Conflict,
+    KeyExists,
+    LambdaScaleError,
+    NoResponders,
+    Superseded,
+)
 from shared.ids import new_id
 from shared.messages import Message, Ok, Ping
+from shared.messages.election import HoldOff, StandsBy
 from shared.stored import read_stored
 
 LOOK_S = 0.1
 """Seconds between a standby's looks at the lease."""
 CALL_S = 0.5
-"""Seconds that a renewal, a look at the lease, or a question whether the holder is there, may
+"""Seconds that a renewal, a look at the lease, or a question to another process of the role, may
 take."""
+TELL_S = 1.0
+"""Seconds after which a process says again that it stands by."""
 
 
 class Election:
@@ -55,11 +76,25 @@ class Election:
         self._bucket: KeyValue
         self._presence: Subscription
         self._seen: Sighting | None = None
+        self._told = ("", -inf)
+        """Whom this process has told that it stands by, and when."""
+        self._won = False
+        """Whether it has the role, and promises nothing any more."""
+        self._keeps_off_until = -inf
+        """What it has promised while it stood by."""
+        self._others: dict[str, float] = {}
+        """When each process that stands by said so last."""
+        self._promised_until = -inf
+        """Until when all of them keep off."""
         self._beat = 0.0
         """When this process last looked at the clock."""
-        self._renewed = 0.0
-        self._sure = asyncio.Event()
-        """Set while nobody else can have the role, and also once it is lost."""
+        self._renewed = -inf
+        """When the last renewal that was acknowledged was sent."""
+        self._begun = self._acknowledged = self._doubted = 0
+        """The numbers of the last renewal that was sent, of the last that was acknowledged, and of
+        the last that says nothing any more."""
+        self._news = asyncio.Event()
+        """Set by whatever may make this process sure of its role, or show that it is lost."""
         self._lost = ""
         """Why this process has lost the role. Empty: it has not."""
 
@@ -71,7 +106,7 @@ class Election:
         self._bucket = await self._bus.kv(subjects.KV_ACTIVE)
         counters = await self._bus.kv(subjects.KV_COUNTERS)
         presence = subjects.candidate(self._holder)
-        self._presence = await self._bus.serve(presence, Ping, _never)
+        self._presence = await self._bus.serve(presence, Message, self._on_said)
         told = ""
         while True:
             try:
@@ -86,15 +121,20 @@ class Election:
                 if await self._is_free(entry, record):
                     await self._take(entry, await next_number(counters, self._role))
                     break
-                if record is not None and told != record.holder:
-                    told = record.holder
-                    self._log.info("stands by", active=record.holder, term=record.term)
+                if record is not None:
+                    if told != record.holder:
+                        told = record.holder
+                        self._log.info("stands by", active=record.holder, term=record.term)
+                    await self._tell(record.holder)
             except KeyExists:
                 continue  # another standby was faster
             except BusError as error:
                 self._seen = None  # the holder cannot renew it either
                 self._log.warning("the lease cannot be read or taken", error=str(error))
             await asyncio.sleep(LOOK_S)
+        self._won = True
+        await asyncio.sleep(max(0.0, self._keeps_off_until - now()))
+        self._beat = now()
         self._log.info("active", term=self.term, holder=self._holder)
         return self.term
 
@@ -117,42 +157,114 @@ class Election:
             pass
         return True
 
+    async def _tell(self, holder: str) -> None:
+        """Tells the active process now and then that this one stands by."""
+        if self._told[0] == holder and now() - self._told[1] < TELL_S:
+            return
+        self._told = holder, now()
+        try:
+            saying = StandsBy(holder=self._holder)
+            await self._bus.request(subjects.candidate(holder), saying, Ok, timeout=CALL_S)
+        except LambdaScaleError as error:  # it is gone, or of a release that does not ask
+            self._log.debug("not told that this process stands by", error=str(error))
+
+    async def _on_said(self, message: Message) -> Message:
+        match message:
+            case StandsBy(holder=holder):
+                self._others[holder] = now()
+                return Ok()
+            case HoldOff() if self._won:
+                raise Conflict(f"{self._holder} is the active {self._role}, in term {self.term}")
+            case HoldOff():
+                self._keeps_off_until = now() + PROMISE_S
+                return Ok()
+        raise BadMessage(f"{type(message).__name__} is nothing that candidates tell each other")
+
     async def _take(self, entry: KvEntry | None, term: int) -> None:
-        self.term = term
+        self.term, sent = term, self._begin()
         if entry is None:
             self._revision = await self._bucket.create(self._role, self._value())
         else:
             self._revision = await self._bucket.update(self._role, self._value(), entry.revision)
-        self._beat = self._renewed = now()
-        self._sure.set()
+        self._acknowledge(*sent)
+
+    def _begin(self) -> tuple[int, float]:
+        """The number of a renewal that is sent now, and when that is."""
+        self._begun += 1
+        return self._begun, now()
+
+    def _acknowledge(self, number: int, sent_at: float) -> None:
+        self._acknowledged, self._renewed = number, sent_at
+        self._news.set()
 
     async def keep(self) -> None:
         """Renews the lease, without end. Superseded: another process has the role now, or the store
         has taken no renewal for too long."""
+        asking = asyncio.create_task(self._ask_to_hold_off())
+        try:
+            while True:
+                await asyncio.sleep(RENEW_S)
+                at = now()
+                self._doubt_after_pause(at)
+                self._beat = at
+                await self._renew()
+        finally:
+            asking.cancel()
+
+    async def _ask_to_hold_off(self) -> None:
+        """While a renewal is overdue, asks those that stand by to keep off."""
+        silent: list[str] = []
         while True:
+            overdue_in_s = self._renewed + OVERDUE_S - now()
+            if overdue_in_s > 0:
+                silent = []
+                await asyncio.sleep(overdue_in_s)
+                continue
+            asked_at, others = now(), list(self._others)
+            answers = await asyncio.gather(*map(self._holds_off, others))
+            if all(answers):
+                self._promised_until = asked_at + PROMISE_S
+                self._news.set()
+            answered = zip(others, answers, strict=True)
+            before, silent = silent, [other for other, holds in answered if not holds]
+            if silent and not before:
+                self._log.warning("gives no orders until its lease is renewed", no_word_of=silent)
             await asyncio.sleep(RENEW_S)
-            self._doubt_after_pause()
-            self._beat = now()
-            await self._renew()
+
+    async def _holds_off(self, holder: str) -> bool:
+        try:
+            await self._bus.request(subjects.candidate(holder), HoldOff(), Ok, timeout=RENEW_S)
+        except LambdaScaleError:
+            return False
+        return True
 
     @property
     def is_sure(self) -> bool:
-        """Whether `confirm` would return at once."""
-        self._doubt_after_pause()
-        return self._sure.is_set() and not self._lost
+        """Whether `confirm` would return at once: nobody else can have the role."""
+        at = now()
+        self._doubt_after_pause(at)
+        if self._lost or self._acknowledged <= self._doubted:
+            return False
+        if at - self._renewed < ABSENT_S:  # nobody may take it so soon
+            return True
+        if self._others:
+            return at < self._promised_until
+        return at - self._renewed <= GRACE_S
 
     async def confirm(self, *, anew: bool = False) -> None:
         """Returns when it is sure that no other process has the role: at once, unless this process
-        was paused. Superseded if another has it.
+        was paused, or is cut off from the store and from those that stand by. Superseded if another
+        has it.
 
         `anew`: by a renewal that begins after this call.
         """
-        self._doubt_after_pause()
         if anew:
-            self._sure.clear()
-        await self._sure.wait()
-        if self._lost:
-            raise Superseded(self._lost)
+            self._doubted = self._begun
+        while not self.is_sure:
+            if self._lost:
+                raise Superseded(self._lost)
+            self._news.clear()
+            await self._news.wait()
 
     async def resign(self) -> None:
         """Gives the role to a standby at once, unless it is lost. It must have been won."""
@@ -165,11 +277,12 @@ class Election:
         except BusError as error:
             self._log.warning("role not given back; a standby takes it", error=str(error))
 
-    def _doubt_after_pause(self) -> None:
-        if not self._lost and now() - self._beat > PAUSE_S:
-            self._sure.clear()
+    def _doubt_after_pause(self, at: float) -> None:
+        if at - self._beat > PAUSE_S:
+            self._doubted = self._begun
 
     async def _renew(self) -> None:
+        sent = self._begin()
         try:
             async with asyncio.timeout(CALL_S):
                 try:
@@ -182,8 +295,8 @@ class Election:
             if silent > GRACE_S:
                 self._lose(f"the store has taken no renewal of its lease for {silent:.0f} s")
             return
-        self._renewed = now()
-        self._sure.set()
+        self._acknowledge(*sent)
+        self._others = {o: at for o, at in self._others.items() if now() - at < KNOWN_S}
 
     async def _update(self) -> None:
         self._revision = await self._bucket.update(self._role, self._value(), self._revision)
@@ -200,16 +313,12 @@ class Election:
 
     def _lose(self, why: str) -> NoReturn:
         self._lost = f"this {self._role} (term {self.term}) is not active now: {why}"
-        self._sure.set()
+        self._news.set()
         raise Superseded(self._lost)
 
     def _value(self) -> bytes:
         record = LeaseRecord(self._holder, self.term, socket.gethostname(), os.getpid())
         return msgspec.msgpack.encode(record)
-
-
-async def _never(message: Message) -> Message:
-    raise AssertionError("the bus itself answers Ping")
 
 
 def _decoded(entry: KvEntry | None) -> LeaseRecord | None:

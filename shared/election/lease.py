@@ -19,8 +19,18 @@ PAUSE_S = 1.0
 """A holder that has not come to look at the clock for so long may have lost its lease meanwhile. It
 does nothing more until it has renewed it. Less than SILENT_S."""
 GRACE_S = 15.0
-"""The longest time for which a holder goes on while the store takes no renewal. A store of three
-servers was seen to take no writes for 7.3 s, while it elected a leader."""
+"""The longest time for which a holder goes on while the store takes no renewal, and all that stand
+by keep off. A store of three servers was seen to take no writes for 7.3 s, while it elected a
+leader."""
+PROMISE_S = 0.75
+"""For how long a process that stands by keeps off once the holder has asked it to. If it wins in
+that time, it waits, and renews nothing: so this is well below SILENT_S."""
+OVERDUE_S = 0.3
+"""A renewal that was not acknowledged for so long is overdue: the holder asks those that stand by.
+Between RENEW_S and ABSENT_S."""
+KNOWN_S = 3.0
+"""A process that has not said for so long that it stands by does so no more; but nobody is left out
+while the store takes no renewals."""
 
 
 class LeaseRecord(msgspec.Struct, frozen=True):

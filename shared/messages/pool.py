@@ -9,7 +9,7 @@ from shared.messages.base import Message
 from shared.parts import Part
 
 
-class Tier(enum.Enum):
+class Tier(enum.StrEnum):
     """Where a block lies. The tier nearest to execution is first."""
 
     GPU = "gpu"

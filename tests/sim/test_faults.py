@@ -29,6 +29,7 @@ from simulation.faults import (
     Restart,
     Role,
     SlowLink,
+    StoreCut,
     Vanish,
     Whom,
 )
@@ -151,6 +152,19 @@ def test_a_store_without_a_leader_ends_no_event() -> None:
     assert count(log, "lease not renewed") >= 1
     assert count(log, "gone as") == 0
     assert count(log, "is complete, revision") == 2
+
+
+@pytest.mark.parametrize("role", [PLANNER, REGISTRY])
+def test_who_alone_does_not_reach_the_store_says_nothing_once_its_standby_is_active(
+    role: str,
+) -> None:
+    """Whoever has not heard of the standby would obey both."""
+    cut = StoreCut(at=LOADING_S, lasts=9, role=role)
+    log = log_of(cut, spec=replace(SPEC, standbys=1))
+    assert count(log, f"^{role}.* reaches the store; 0 messages were refused$") == 1
+    assert count(log, f"{role} info: active term=") == 2
+    assert count(log, "expired") == 0
+    assert count(log, f"^req-.* ended, {TOKENS} tokens$") == len(BURST)
 
 
 @pytest.mark.parametrize("by_s", [86400.0, -86400.0])

@@ -33,9 +33,9 @@ class Gathering:
         if not self._wanted:
             self._due = -inf
 
-    def take(self, now: float) -> tuple[BlockArrived, ...]:
-        """What is to be reported now, if anything is."""
-        if now < self.due:
+    def take(self, now: float, *, early: bool = False) -> tuple[BlockArrived, ...]:
+        """What is to be reported now, if anything is. `early`: all that waits, due or not."""
+        if not self._waiting or (now < self._due and not early):
             return ()
         found, self._waiting = tuple(self._waiting), []
         self._due = now + self._report_s

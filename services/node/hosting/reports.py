@@ -54,7 +54,7 @@ class Reports:
     async def follow(self, plan: ApplyPlan) -> None:
         """Blocks are reported as this plan says from now on."""
         if before := self._gathering.pop(plan.model_id, None):
-            await self._report(before, inf)
+            await self._report(before, early=True)
         if plan.report_s > 0:
             wanted = {*plan.promote, *(pull.block for pull in plan.pulls)}
             self._gathering[plan.model_id] = Gathering(plan.report_s, wanted)
@@ -68,12 +68,17 @@ class Reports:
                     await self._more.wait()
             self._more.clear()
             for model, each in list(self._gathering.items()):
-                await self._report(each, now())
+                await self._report(each)
                 if each.done:
                     self._gathering.pop(model, None)
 
-    async def _report(self, gathering: Gathering, at: float) -> None:
-        blocks = gathering.take(at)
+    async def say_all(self) -> None:
+        """Reports what is gathered, due or not."""
+        for each in list(self._gathering.values()):
+            await self._report(each, early=True)
+
+    async def _report(self, gathering: Gathering, *, early: bool = False) -> None:
+        blocks = gathering.take(now(), early=early)
         if len(blocks) > 1:
             await self._publish(together(blocks, wall_ns()))
         elif blocks:

@@ -46,10 +46,10 @@ class Classes:
                 for speed in sorted(set(speeds))
             }
             kinds = [(common[s][have], s) for have, s in zip(sets, speeds, strict=True)]
-            classes = list(dict.fromkeys(kinds))
+            classes = {kind: i for i, kind in enumerate(dict.fromkeys(kinds))}
             self.held = [have for have, _ in classes]
             self.speeds = [speed for _, speed in classes]
-            self._of = [classes.index(kind) for kind in kinds]
+            self._of = [classes[kind] for kind in kinds]
         self.members: list[list[int]] = [[] for _ in self.held]
         for node, i in enumerate(self._of):
             self.members[i].append(node)
@@ -152,12 +152,15 @@ def _in_common(sets: Sequence[frozenset[int]], blocks: int) -> dict[frozenset[in
     In that case alike kinds (neighbours in the order by their most common blocks) form one class,
     except for the kind of the complete nodes.
     """
-    holders = Counter(block for have in sets for block in have)
+    counts, holders = Counter(sets), Counter[int]()
+    for have, count in counts.items():
+        for block in have:
+            holders[block] += count
     kinds = sorted(
-        {have for have in sets if len(have) < blocks},
+        (have for have in counts if len(have) < blocks),
         key=lambda have: sorted((-holders[block], block) for block in have),
     )
-    common = {have: have for have in sets if len(have) == blocks}
+    common = {have: have for have in counts if len(have) == blocks}
     for indices in balanced(range(len(kinds)), min(len(kinds), _CLASSES)):
         run = [kinds[i] for i in indices]
         common |= dict.fromkeys(run, frozenset.intersection(*run))

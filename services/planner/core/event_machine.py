@@ -278,7 +278,8 @@ class EventMachine(Growing):
     def on_holdings(
         self, node: NodeId, held: frozenset[int], gained: Collection[int], at_ns: int
     ) -> None:
-        """What a node holds has changed: it is `held` now, of which the blocks `gained` are new."""
+        """What a node holds has changed: it is `held` now, of which the blocks `gained` are new.
+        `after_holdings` is to follow."""
         if not self.loads(node):
             return
         before = len(self._incomplete)
@@ -291,6 +292,9 @@ class EventMachine(Growing):
         if len(self._incomplete) < before:
             self.record = msgspec.structs.replace(self.record, last=node)
             self._note(at_ns, "first_complete_s")
+
+    def after_holdings(self) -> None:
+        """All that was heard just now of what nodes hold is taken in."""
         if self.phase is Phase.LOADING:
             self._go_on()
 

@@ -170,11 +170,20 @@ class Fleet:
             instances.join(self._members, member, self._record.n_blocks)
             self._note(self._members[info.node])
 
-    def look(self, member: Member, held: frozenset[int]) -> None:
-        """What the member's node holds (`held` now), or how fast it is, may have changed."""
-        speed = self._speed(member.node, member.speed)
-        if held != member.held or speed != member.speed:
-            self._put(msgspec.structs.replace(member, held=held, speed=speed))
+    def look(self, held: Mapping[NodeId, frozenset[int]]) -> None:
+        """What members hold now, or how fast they are, may have changed."""
+        if self._closed:
+            return
+        changed = False
+        for node, blocks in held.items():
+            member = self._members[node]
+            speed = self._speed(node, member.speed)
+            if blocks != member.held or speed != member.speed:
+                member = msgspec.structs.replace(member, held=blocks, speed=speed)
+                self._members[node], changed = member, True
+                self._sort(member)
+        if changed:
+            self._changed()
 
     def limit(self, most_slots: int) -> None:
         """From now on a replica may have at most so many slots (0: as many as its node has). What
@@ -241,11 +250,15 @@ class Fleet:
         self._note(member)
 
     def _note(self, member: Member) -> None:
+        self._sort(member)
+        self._changed()
+
+    def _sort(self, member: Member) -> None:
+        """Whether it is one of those that load."""
         if member.is_complete(self._record.n_blocks):
             self._partial.discard(member.node)
         else:
             self._partial.add(member.node)
-        self._changed()
 
     def _changed(self) -> None:
         self._changes += 1

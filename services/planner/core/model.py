@@ -4,7 +4,7 @@
 members and the instances over them, `standing` and `releases` the nodes that leave.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
@@ -84,32 +84,9 @@ class ModelMachine:
 
     # --- what happens to it ---
 
-    def on_holdings(
-        self, node: NodeId, gained: Collection[int], at_ns: int = 0, *, told: bool = False
-    ) -> None:
-        """What a node holds of the model may have changed. `gained` is new since `at_ns` (0:
-        now). `told`: the event knows when these blocks came."""
-        if self.standing.count:
-            self._note_released(node)
-            if self.standing.leaving(node):
-                return
-        held, member = self._held(node), self.fleet.members.get(node)
-        lost = member is not None and not member.held <= held
-        if member is not None:
-            self.fleet.look(member, held)
-        if self.event is not None:  # of a target that has just left the fleet, too
-            new = () if told and held.issuperset(gained) else gained
-            self.event.on_holdings(node, held, new, at_ns or self._desk.now.wall_ns)
-        if member is not None:
-            if lost and not self._loads(node):
-                self._log("warning", "a member lost blocks", node=node)
-                self._releases.leave(node)
-            self._replicas.on_holdings()
-        elif self._is_whole(node, held) and self.standing.fit(node, self._desk.at):
-            self._log("info", "complete copy found", node=node)
-            part = self._desk.cluster.part(node, self.record.model_id)
-            self.fleet.join(self._desk.cluster.nodes[node], Cause(), part)
-            self.decide_soon()
+    def on_holdings(self, node: NodeId, gained: Collection[int]) -> None:
+        """What a node holds of the model may have changed. `gained` is new."""
+        self._on_holdings({node: (gained, self._desk.now.wall_ns)})
 
     def hear_holdings(self, node: NodeId, gained: Collection[int]) -> float:
         """A report of a node says what it holds now (see `on_holdings`). Returns when something
@@ -123,16 +100,51 @@ class ModelMachine:
         told = event is not None and event.record.id == news[0][0].event
         if event is not None and told:
             event.on_blocks(news)
-        gains: dict[NodeId, tuple[frozenset[int], int]] = {}
+        gains: dict[NodeId, tuple[Collection[int], int]] = {}
         for arrivals, gained in news:
             if gained:
                 ended_ns = max([each.finished_ns for each in arrivals.blocks])
                 if before := gains.pop(arrivals.node, None):
-                    gained, ended_ns = gained | before[0], max(ended_ns, before[1])
+                    gained, ended_ns = gained.union(before[0]), max(ended_ns, before[1])
                 gains[arrivals.node] = gained, ended_ns
-        for node, (gained, ended_ns) in gains.items():
-            self.on_holdings(node, gained, ended_ns, told=told)
+        self._on_holdings(gains, told=told)
         return self._due()
+
+    def _on_holdings(
+        self, gains: Mapping[NodeId, tuple[Collection[int], int]], *, told: bool = False
+    ) -> None:
+        """What nodes hold of the model may have changed. Each has these new blocks, since so many
+        ns. `told`: the event knows when they came. What follows from all of it is done once."""
+        found: dict[NodeId, frozenset[int]] = {}
+        lost: list[NodeId] = []
+        for node, (gained, at_ns) in gains.items():
+            if self.standing.count:
+                self._note_released(node)
+                if self.standing.leaving(node):
+                    continue
+            held, member = self._held(node), self.fleet.members.get(node)
+            if self.event is not None:  # of a target that has just left the fleet, too
+                new = () if told and held.issuperset(gained) else gained
+                self.event.on_holdings(node, held, new, at_ns)
+            if member is not None:
+                found[node] = held
+                if not member.held <= held:
+                    lost.append(node)
+            elif self._is_whole(node, held) and self.standing.fit(node, self._desk.at):
+                self._log("info", "complete copy found", node=node)
+                part = self._desk.cluster.part(node, self.record.model_id)
+                self.fleet.join(self._desk.cluster.nodes[node], Cause(), part)
+                self.decide_soon()
+        if not found:
+            return
+        self.fleet.look(found)
+        if self.event is not None:
+            self.event.after_holdings()
+        for node in lost:
+            if not self._loads(node):
+                self._log("warning", "a member lost blocks", node=node)
+                self._releases.leave(node)
+        self._replicas.on_holdings()
 
     def on_settings(self, record: ModelRecord) -> None:
         """Takes in that the operator has changed the model's settings. Its weights are the same."""

@@ -50,3 +50,13 @@ def test_the_last_block_is_reported_at_once() -> None:
 def test_without_a_pace_each_block_is_reported_at_once() -> None:
     gathering = Gathering(0.0, range(3))
     assert [add(gathering, 10.0, block) for block in range(3)] == [[0], [1], [2]]
+
+
+def test_what_waits_can_be_reported_early_and_the_next_waits_from_then_on() -> None:
+    gathering = Gathering(0.5, range(6))
+    assert add(gathering, 10.0, 0) == [0]
+    assert gathering.take(10.1, early=True) == ()
+    assert add(gathering, 10.2, 1) == []
+    assert [each.block for each in gathering.take(10.3, early=True)] == [1]
+    assert add(gathering, 10.4, 2) == []
+    assert gathering.due == 10.8

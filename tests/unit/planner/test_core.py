@@ -16,7 +16,7 @@ from services.planner.core.orders import AT_ONCE_S, WAVE_S, report_s
 from services.planner.core.planner import LOST_S
 from services.planner.core.replicas import HURRY_S
 from services.planner.core.standing import AVOID_S
-from services.planner.core.stimuli import Asked, Failed, Pinged, Replied
+from services.planner.core.stimuli import Asked, Failed, Pinged, Replied, Together
 from shared.errors import BusTimeout, Conflict, LambdaScaleError, PeerLost
 from shared.ids import Generation, NodeId
 from shared.messages import Ok
@@ -432,6 +432,19 @@ def test_a_model_that_wakes_on_one_node_is_planned_no_paths_and_told_when_it_is_
     driver.arrived_together("b", dict.fromkeys(EVERY[1:], 0.0), driver.event)
     assert driver.replicas() == {"b"}
     assert not of_kind(driver.said, commands.PlanPaths)
+
+
+def test_paths_are_planned_with_all_that_came_together() -> None:
+    driver = loading("b", "c")
+    event = driver.event
+    while driver.all_asked(commands.PlanPaths):
+        driver.think()
+        driver.wait(0.1)
+    reports = [driver.report(node, {EVERY[0]: 0.0}, event) for node in ("b", "c")]
+    driver.feed(Together(event.id, reports))
+    question = driver.asked(commands.PlanPaths)
+    held = {node: member.held for node, member in question.members.items()}
+    assert held == {"a": {*EVERY}, "b": {EVERY[0]}, "c": {EVERY[0]}}
 
 
 def test_a_report_of_several_blocks_is_taken_in_at_once() -> None:

@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -13,8 +13,16 @@ from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.clock import now
 from shared.election.active_bus import ActiveBus
 from shared.election.election import LOOK_S, Election
-from shared.election.lease import ABSENT_S, GRACE_S, PAUSE_S, RENEW_S, SILENT_S
-from shared.errors import BusTimeout, StaleEpoch, Superseded
+from shared.election.lease import (
+    ABSENT_S,
+    GRACE_S,
+    KNOWN_S,
+    PAUSE_S,
+    PROMISE_S,
+    RENEW_S,
+    SILENT_S,
+)
+from shared.errors import BusTimeout, NoResponders, StaleEpoch, Superseded
 from shared.ids import RequestId
 from shared.messages import Message, Ok
 from shared.messages.serving import Cancel
@@ -47,7 +55,10 @@ class Candidate:
         """Whether the store refuses this process."""
         self.connected = asyncio.Event()
         self.connected.set()
+        self.unreachable = ""
+        """What the subjects begin with where this process reaches nobody."""
         vars(self.bus)["kv"] = self._kv
+        vars(self.bus)["request"] = self._request
         self.election = Election(self.bus, ROLE, telemetry.logger(ROLE, name=name))
         self.won_at = -1.0
         self.keeps: asyncio.Task[None] | None = None
@@ -56,6 +67,11 @@ class Candidate:
         store = Store(self.bus, self.broker.bucket(bucket))
         store.refuses, store.back = lambda: self.outage, self.connected
         return store
+
+    async def _request(self, subject: str, *args: Any, **settings: Any) -> Message:
+        if self.unreachable and subject.startswith(self.unreachable):
+            raise NoResponders(f"{subject}: cut off")
+        return await MemoryBus.request(self.bus, subject, *args, **settings)
 
     async def stand(self) -> None:
         await self.election.win()
@@ -130,6 +146,10 @@ async def world() -> AsyncIterator[World]:
         await world.close()
 
 
+async def was_sure(*, anew: bool = False) -> None:
+    """As if the process had been paused after it made sure of its role."""
+
+
 def cancel(attempt: int) -> Cancel:
     return Cancel(request=RequestId("r"), attempt=attempt)
 
@@ -186,9 +206,10 @@ async def test_an_outage_of_the_store_changes_nothing(world: World) -> None:
     first = await world.active("a")
     second, task = await world.standby("b")
     first.outage = second.outage = True
-    for _ in range(10):
-        await asyncio.sleep(GRACE_S / 15)
-        await asyncio.wait_for(first.election.confirm(), RENEW_S / 10)
+    began = now()
+    while now() - began < GRACE_S - 1.0:
+        await asyncio.sleep(0.01)
+        assert first.election.is_sure
     first.outage = second.outage = False
     await asyncio.sleep(2 * SILENT_S)
     await first.election.confirm()
@@ -208,6 +229,79 @@ async def test_a_standby_that_was_cut_off_with_the_holder_leaves_it_its_role(wor
     await asyncio.sleep(4 * SILENT_S)
     assert not task.done()
     await active.election.confirm(anew=True)
+
+
+async def test_who_alone_is_cut_off_from_the_store_is_silent_before_another_is_active(
+    world: World,
+) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    first.outage, began = True, now()
+    while not task.done():
+        assert first.election.is_sure or now() - began > SILENT_S - RENEW_S
+        await asyncio.sleep(0.01)
+    assert not first.election.is_sure
+    assert second.won_at - began <= SILENT_S + PROMISE_S + 2 * LOOK_S
+    while first.keeps is not None and not first.keeps.done():
+        assert not first.election.is_sure
+        await asyncio.sleep(0.01)
+
+
+async def test_who_is_cut_off_from_the_store_and_from_its_standby_gives_no_orders(
+    world: World,
+) -> None:
+    """Those who hear nobody but the old one would follow them."""
+    heard = await world.listener(subjects.EVENTS)
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    first.outage, began = True, now()
+    first.unreachable = second.unreachable = subjects.candidate("")
+    number = 0
+    while not task.done():
+        number += 1
+        order = asyncio.create_task(first.active_bus.publish(subjects.EVENTS, cancel(number)))
+        await asyncio.sleep(0.01)
+        if not order.done():
+            order.cancel()
+    assert second.won_at - began <= SILENT_S
+    before = len(heard)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(first.active_bus.publish(subjects.EVENTS, cancel(0)), 10.0)
+    assert len(heard) == before
+
+
+async def test_a_request_that_waits_for_the_role_is_not_sent_after_its_time(world: World) -> None:
+    server = (await world.candidate("server")).bus
+    asked: list[Message] = []
+
+    async def take(message: Message) -> Message:
+        asked.append(message)
+        return Ok()
+
+    await server.serve(subjects.REGISTRY_RESERVE, Cancel, take)
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    for each in (first, second):
+        each.outage, each.unreachable = True, subjects.candidate("")
+    await asyncio.sleep(ABSENT_S)
+    with pytest.raises(BusTimeout, match="may not be active"):
+        await first.active_bus.request(subjects.REGISTRY_RESERVE, cancel(1), Ok, timeout=1.0)
+    first.outage = second.outage = False
+    await first.active_bus.request(subjects.REGISTRY_RESERVE, cancel(2), Ok, timeout=1.0)
+    assert asked == [cancel(2)]
+    assert not task.done()
+
+
+async def test_a_standby_that_is_gone_is_not_waited_for(world: World) -> None:
+    first = await world.active("a")
+    second, task = await world.standby("b")
+    task.cancel()
+    await second.bus.__aexit__(None, None, None)
+    await asyncio.sleep(KNOWN_S)
+    first.outage, began = True, now()
+    while now() - began < GRACE_S - 1.0:
+        await asyncio.sleep(0.01)
+        assert first.election.is_sure
 
 
 async def test_who_alone_is_cut_off_from_the_store_gives_up_in_the_end(world: World) -> None:
@@ -323,10 +417,7 @@ async def test_whoever_heard_the_later_term_refuses_the_earlier(world: World) ->
 
     await server.serve(subjects.REGISTRY_RESERVE, Cancel, take)
 
-    def forget_the_pause() -> None:
-        """As if it had been paused after it made sure of its role."""
-
-    vars(first.election)["_doubt_after_pause"] = forget_the_pause
+    vars(first.election)["confirm"] = was_sure
     await early.publish(subjects.EVENTS, cancel(0))
     await early.request(subjects.REGISTRY_RESERVE, cancel(0), Ok, timeout=1)
     await late.publish(subjects.EVENTS, cancel(1))
@@ -347,10 +438,7 @@ async def test_an_answer_of_an_earlier_term_is_refused(world: World) -> None:
     async def answer(message: Message) -> Message:
         return cancel(1)
 
-    def forget_the_pause() -> None:
-        """As if it had been paused after it made sure of its role."""
-
-    vars(first.election)["_doubt_after_pause"] = forget_the_pause
+    vars(first.election)["confirm"] = was_sure
     await first.active_bus.serve(subjects.PLANNER_STATE, Cancel, answer)
     await second.active_bus.serve(subjects.PLANNER_SCALE, Cancel, answer)
     client = (await world.candidate("client")).bus

@@ -4,10 +4,12 @@ from pathlib import Path
 
 import msgspec
 
+from services.node.core.residency import PlanId
+from services.node.moving.events import Arrival
 from shared import subjects
 from shared.ids import NodeId
-from shared.messages.pool import Tier
-from shared.messages.scaling import BlocksArrived
+from shared.messages.pool import ReportStatus, Tier
+from shared.messages.scaling import ApplyPlan, BlocksArrived
 from tests.unit.node.cluster import ALL, nodes
 
 
@@ -29,3 +31,27 @@ async def test_blocks_are_reported_together_and_the_last_at_once(
         await up.arrivals.until(lambda: sum(map(len, said())) == len(ALL))
         assert {block for blocks in said() for block in blocks} == set(ALL)
         assert len(said()) <= 2  # those that came first, and the others
+
+
+async def test_when_blocks_came_is_said_before_a_status_says_that_they_are_there(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        plan = msgspec.structs.replace(up.plan("a", promote=ALL), report_s=3600.0)
+        reports = up.services["a"]._reports
+        await reports.follow(plan)
+        await reports.arrived(arrival(plan, 0), "")
+        await up.until_arrived("a", (0,))
+        await reports.arrived(arrival(plan, 1), "")
+        before = len(up.statuses.messages)
+        await up.bus.publish(subjects.POOL_REPORT, ReportStatus())
+        await up.statuses.until(lambda: len(up.statuses.messages) > before)
+        assert {each.block for each in up.arrived("a")} == {0, 1}
+
+
+def arrival(plan: ApplyPlan, block: int) -> Arrival:
+    return Arrival(
+        plan=PlanId(plan.event, plan.revision), model_id=plan.model_id, block=block,
+        source=NodeId("b"), transport="tcp", nbytes=1,
+        started_ns=0, first_byte_ns=0, finished_ns=1,
+    )  # fmt: skip
