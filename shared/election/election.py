@@ -56,8 +56,7 @@ from shared.stored import read_stored
 LOOK_S = 0.1
 """Seconds between a standby's looks at the lease."""
 CALL_S = 0.5
-"""Seconds that a renewal, a look at the lease, or a question to another process of the role, may
-take."""
+"""Seconds that a call of the store, or a question to another process of the role, may take."""
 TELL_S = 1.0
 """Seconds after which a process says again that it stands by."""
 
@@ -93,6 +92,10 @@ class Election:
         self._begun = self._acknowledged = self._doubted = 0
         """The numbers of the last renewal that was sent, of the last that was acknowledged, and of
         the last that says nothing any more."""
+        self._unheard_of: tuple[int, float] | None = None
+        """The first renewal since the last acknowledgement of which nothing was heard: its number,
+        and when it was sent. If the store has a renewal that was not acknowledged, it is this one
+        or a later one."""
         self._news = asyncio.Event()
         """Set by whatever may make this process sure of its role, or show that it is lost."""
         self._lost = ""
@@ -204,9 +207,6 @@ class Election:
         try:
             while True:
                 await asyncio.sleep(RENEW_S)
-                at = now()
-                self._doubt_after_pause(at)
-                self._beat = at
                 await self._renew()
         finally:
             asking.cancel()
@@ -277,39 +277,58 @@ class Election:
         except BusError as error:
             self._log.warning("role not given back; a standby takes it", error=str(error))
 
+    def _tick(self) -> None:
+        at = now()
+        self._doubt_after_pause(at)
+        self._beat = at
+
     def _doubt_after_pause(self, at: float) -> None:
         if at - self._beat > PAUSE_S:
             self._doubted = self._begun
 
     async def _renew(self) -> None:
-        sent = self._begin()
         try:
-            async with asyncio.timeout(CALL_S):
-                try:
-                    await self._update()
-                except KeyExists:
-                    await self._look_again()
+            if self._unheard_of:
+                await self._look_again()
+            try:
+                await self._update()
+            except KeyExists:
+                await self._look_again()
+                await self._update()
         except (BusError, TimeoutError) as error:
             silent = now() - self._renewed
             self._log.warning("lease not renewed", error=str(error), for_s=round(silent, 1))
             if silent > GRACE_S:
                 self._lose(f"the store has taken no renewal of its lease for {silent:.0f} s")
             return
-        self._acknowledge(*sent)
         self._others = {o: at for o, at in self._others.items() if now() - at < KNOWN_S}
 
     async def _update(self) -> None:
-        self._revision = await self._bucket.update(self._role, self._value(), self._revision)
+        self._tick()
+        sent = self._begin()
+        try:
+            async with asyncio.timeout(CALL_S):
+                revision = await self._bucket.update(self._role, self._value(), self._revision)
+        except KeyExists:
+            raise
+        except (BusError, TimeoutError):
+            self._unheard_of = self._unheard_of or sent
+            raise
+        self._revision, self._unheard_of = revision, None
+        self._acknowledge(*sent)
 
     async def _look_again(self) -> None:
-        """The lease is not as it was left: lost, or renewed without an acknowledgement."""
-        entry = await self._bucket.get(self._role)
+        """The lease may not be as it was left: lost, or renewed without an acknowledgement."""
+        self._tick()
+        async with asyncio.timeout(CALL_S):
+            entry = await self._bucket.get(self._role)
         record = _decoded(entry)
         if entry is None or record is None or record.holder != self._holder:
             term = record.term if record else "unknown"
             self._lose(f"another process has the role, in term {term}")
-        self._revision = entry.revision
-        await self._update()
+        if entry.revision > self._revision and self._unheard_of:
+            self._acknowledge(*self._unheard_of)
+        self._revision, self._unheard_of = entry.revision, None
 
     def _lose(self, why: str) -> NoReturn:
         self._lost = f"this {self._role} (term {self.term}) is not active now: {why}"

@@ -12,7 +12,7 @@ from shared.bus.base import On
 from shared.bus.memory import MemoryBroker, MemoryBus, MemoryKeyValue
 from shared.clock import now
 from shared.election.active_bus import ActiveBus
-from shared.election.election import LOOK_S, Election
+from shared.election.election import CALL_S, LOOK_S, Election
 from shared.election.lease import (
     ABSENT_S,
     GRACE_S,
@@ -37,12 +37,21 @@ class Store(MemoryKeyValue):
     refuses: Callable[[], bool]
     back: asyncio.Event
     """Set unless calls wait for the connection."""
+    late_s: Callable[[], float]
+    """After how long what has been written is acknowledged."""
 
     async def _at(self, key: str, act: Callable[[], T]) -> T:
         await self.back.wait()
         if self.refuses():
             raise BusTimeout("no JetStream leader")
         return await super()._at(key, act)
+
+    async def update(
+        self, key: str, value: bytes, revision: int, *, ttl: float | None = None
+    ) -> int:
+        written = await super().update(key, value, revision, ttl=ttl)
+        await asyncio.sleep(self.late_s())
+        return written
 
 
 class Candidate:
@@ -53,6 +62,8 @@ class Candidate:
         self.bus = MemoryBus(broker, name)
         self.outage = False
         """Whether the store refuses this process."""
+        self.acknowledged_after_s = 0.0
+        """How long the store's acknowledgements take to come to this process."""
         self.connected = asyncio.Event()
         self.connected.set()
         self.unreachable = ""
@@ -66,6 +77,7 @@ class Candidate:
     async def _kv(self, bucket: str) -> Store:
         store = Store(self.bus, self.broker.bucket(bucket))
         store.refuses, store.back = lambda: self.outage, self.connected
+        store.late_s = lambda: self.acknowledged_after_s
         return store
 
     async def _request(self, subject: str, *args: Any, **settings: Any) -> Message:
@@ -200,6 +212,18 @@ async def test_of_many_exactly_one_is_active(world: World) -> None:
         terms.append(winner.election.term)
         await winner.die()
     assert terms == sorted(set(terms))
+
+
+async def test_renewals_whose_acknowledgements_come_too_late_count(world: World) -> None:
+    first = await world.active("a")
+    _, task = await world.standby("b")
+    first.acknowledged_after_s, began = 2 * CALL_S, now()
+    while now() - began < 2 * GRACE_S:
+        await asyncio.sleep(0.01)
+        assert first.election.is_sure or now() - began < SILENT_S
+    assert not task.done()
+    assert first.keeps is not None
+    assert not first.keeps.done()
 
 
 async def test_an_outage_of_the_store_changes_nothing(world: World) -> None:
