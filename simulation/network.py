@@ -3,7 +3,7 @@
 The model is that of `services.planner.core.multicast.fabric`: each node has a port in each
 direction, each rack a trunk in each direction, hosts have local links, and everything is full
 duplex. Transfers of one flow between two nodes at one priority form a stream, which carries them
-one after the other, as a connection does. Streams share ports as `sharing` says: flows evenly.
+one after the other, as a connection does. Streams share ports as `sharing` says.
 Something happens only when a transfer ends, or when a stream begins, ends or changes its rate; and
 only the streams that this affects are looked at.
 """

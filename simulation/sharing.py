@@ -1,16 +1,17 @@
-"""How lanes share ports: flows evenly, and within a flow strict priorities.
+"""How lanes share ports: flows by their parts, and within a flow strict priorities.
 
 A lane is a stream of bytes between two nodes, of one flow and at one priority. It takes its rate
 from every port on its way. A flow is what one model, or the KV of all requests, moves: priorities
-are steps of its plan and mean nothing beside another flow's (`services/node/transport/pacing.py`
-has the same rule for real ports). Lanes of a priority below 0 (messages) bypass all others.
+are steps of its plan and mean nothing beside another flow's. Real ports have the same rule, with
+the same parts (`services/node/transport/pacing.py`). Lanes of a priority below 0 (messages) bypass
+all others.
 
 Of one flow alone, lanes of the best (lowest) priority share the ports as if they were alone, lanes
 of the next priority share the rest, and so on. Among equals, no lane could get more unless a lane
 that has no more than it got less (max-min; progressive filling: Bertsekas and Gallager, Data
-Networks, section 6.5.2). Where several flows meet, all flows grow evenly at each port until it is
-full. Only a flow's best lanes at a port grow there; once they are held up elsewhere, its next lanes
-do.
+Networks, section 6.5.2). Where several flows meet, they grow at each port until it is full, at
+speeds like their parts. Only a flow's best lanes at a port grow there; once they are held up
+elsewhere, its next lanes do.
 """
 
 import heapq
@@ -18,6 +19,8 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+
+from services.node.transport.pacing import parts
 
 _NOTHING = 1e-12
 """If less than this share of a port's rate is left, it is a rounding error."""
@@ -120,10 +123,10 @@ def _fill_by_priority(
 def _fill_by_flow(lanes: Iterable[Lane], left: dict[Port, float], rates: dict[Lane, float]) -> None:
     """Shares `left` among lanes of several flows, and subtracts what they get.
 
-    In each round the lanes grow that have no better lane of their flow at any port on their way. So
-    that a flow grows as fast as another at each port, however many lanes it has there, each grows
-    at the speed that it has as a part of its flow where that has most. The first port that is full
-    ends the round, and its lanes grow no further.
+    In each round the lanes grow that have no better lane of their flow at any port on their way. A
+    flow's speed is its parts, however many lanes it has at a port: each of them grows at the speed
+    that it has where most share it. The first port that is full ends the round, and its lanes grow
+    no further.
     """
     waiting = sorted(lanes, key=lambda lane: lane.priority)
     rates |= dict.fromkeys(waiting, 0.0)
@@ -131,7 +134,8 @@ def _fill_by_flow(lanes: Iterable[Lane], left: dict[Port, float], rates: dict[La
         growing, users = _growing(waiting)
         speeds: dict[Port, float] = {}
         for lane in growing:
-            growing[lane] = speed = 1 / max(users[port, lane.flow] for port in lane.ports)
+            most = max(users[port, lane.flow] for port in lane.ports)
+            growing[lane] = speed = parts(lane.flow) / most
             for port in lane.ports:
                 speeds[port] = speeds.get(port, 0.0) + speed
         full = min(speeds, key=lambda port: left[port] / speeds[port])

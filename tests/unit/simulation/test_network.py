@@ -61,8 +61,6 @@ def test_the_better_priority_goes_first_at_both_ports() -> None:
 
 
 def test_flows_share_a_link_evenly_whatever_their_priorities() -> None:
-    """KV beside the weights of a model, as on real ports."""
-
     async def main() -> list[float]:
         network = nodes(3)
 
@@ -71,7 +69,7 @@ def test_flows_share_a_link_evenly_whatever_their_priorities() -> None:
             return now()
 
         weights = [one("n1", 100, step, "model") for step in (3, 4)]
-        return list(await asyncio.gather(*weights, one("n2", 100, 0, "kv/")))
+        return list(await asyncio.gather(*weights, one("n2", 100, 0, "other")))
 
     assert run(main()) == [2, 3, 2]
 

@@ -1,18 +1,20 @@
 """Shares against a slow oracle, and what every sharing keeps to."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from fractions import Fraction
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.node.transport.pacing import SERVING_FLOW, parts
 from simulation.sharing import Lane, Port, reshare
 
 ENOUGH = 1e-9
 
 
 @st.composite
-def fabrics(draw: st.DrawFn, flows: str = "f") -> tuple[list[Port], list[Lane]]:
+def fabrics(draw: st.DrawFn, flows: Sequence[str] = "f") -> tuple[list[Port], list[Lane]]:
     """Ports of a few nodes and trunks; lanes over up to four of them. `flows`: their names."""
     rates = draw(st.lists(st.integers(0, 20), min_size=2, max_size=8))
     ports = [Port(f"p{index}", float(rate)) for index, rate in enumerate(rates)]
@@ -76,7 +78,8 @@ def by_flow(
             )
         ]
         speeds = {
-            lane: min(
+            lane: parts(lane.flow)
+            * min(
                 Fraction(1, sum(o.flow == lane.flow and port in o.ports for o in best))
                 for port in lane.ports
             )
@@ -109,7 +112,7 @@ def settle(changed: dict[Port, float]) -> None:
         lane.set_rate(rate)
 
 
-@given(fabrics("f") | fabrics("fg"), st.data())
+@given(fabrics("f") | fabrics(("f", "g", SERVING_FLOW)), st.data())
 def test_rates_are_the_oracles_after_every_change(
     fabric: tuple[list[Port], list[Lane]], data: st.DataObject
 ) -> None:
@@ -222,10 +225,17 @@ def test_a_share_that_has_grown_waits_for_its_turn() -> None:
 
 def test_flows_share_a_port_evenly_whatever_their_priorities_and_lanes() -> None:
     out, one, other = Port("out", 12.0), Port("one", 12.0), Port("other", 12.0)
-    weights = Lane((out, one), 7, "model")
-    kv = [Lane((out, one), 0, "kv"), Lane((out, other), 0, "kv")]
-    opened([weights, *kv])
-    assert [lane.rate for lane in (weights, *kv)] == [6, 3, 3]
+    far = Lane((out, one), 7, "model")
+    near = [Lane((out, one), 0, "second"), Lane((out, other), 0, "second")]
+    opened([far, *near])
+    assert [lane.rate for lane in (far, *near)] == [6, 3, 3]
+
+
+def test_kv_gets_nine_tenths_beside_the_weights_of_a_model() -> None:
+    out, one = Port("out", 20.0), Port("one", 20.0)
+    lanes = [Lane((out, one), 0, SERVING_FLOW), Lane((out,), 1, "model")]
+    opened(lanes)
+    assert [lane.rate for lane in lanes] == pytest.approx([18, 2])
 
 
 def test_what_one_flow_cannot_use_another_does() -> None:
