@@ -275,6 +275,7 @@ class NodeParts:
             ran=listener.ran,
             kv_mover=lambda: listener.kv,
             worth=listener.worth,
+            unit=spec.unit,
             steps_type=CheckedSteps if spec.checked else Steps,
         )
 

@@ -6,6 +6,7 @@ its end, and calls run at once, as they do in the thread while a step waits for 
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from weakref import ReferenceType, ref
 
@@ -53,13 +54,15 @@ class ModelledWorker:
         steps_type: type[Steps] = Steps,
         kv_mover: Callable[[], KvMover | None] = lambda: None,
         worth: Worth = lambda model_id, positions, nbytes: True,
+        unit: int = 1,
     ) -> None:
-        """`host` is told which models are in use."""
+        """`host` is told which models are in use. `unit`: the bytes that count as one on links."""
         self._node = node
         self._engine = engine
         self._pcie = pcie
         self._host = host
         self._kv_mover = kv_mover
+        self._unit = unit
         self._make_steps = partial(
             steps_type,
             node=node,
@@ -187,7 +190,12 @@ class ModelledWorker:
         self._tell(lambda steps: steps.peer_lost(address, error))
 
     def load(self) -> WorkerLoad:
-        return self._steps.load
+        load = self._steps.load
+        return replace(
+            load,
+            kv_sent_bytes=load.kv_sent_bytes // self._unit,
+            kv_received_bytes=load.kv_received_bytes // self._unit,
+        )
 
     def pulse(self) -> Pulse:
         """A modelled engine never hangs."""
