@@ -61,6 +61,7 @@ class Replay:
         self.error = ""
         self.tokens = 0
         self.first_at: float | None = None
+        self.second_at: float | None = None
         self.last_at: float | None = None
         self._model_id = model_id
         self._prompt_tokens = prompt_tokens
@@ -110,7 +111,10 @@ class Replay:
         if piece.token != self._token_of(self.id, self.tokens):
             self.error = f"token {self.tokens} is {piece.token}"
         self.tokens += 1
-        self.first_at = at if self.first_at is None else self.first_at
+        if self.first_at is None:
+            self.first_at = at
+        elif self.second_at is None:
+            self.second_at = at
         self.last_at = at
         self._bins.add(at)
         if piece.finish:
@@ -127,6 +131,7 @@ class Replay:
             first_token_s=None if self.first_at is None else self.first_at - start,
             last_token_s=None if self.last_at is None else self.last_at - start,
             error=self.error,
+            second_token_s=None if self.second_at is None else self.second_at - start,
         )
 
     def _end(self, error: str) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from services.node.checkpoints.packing import digest
 from services.node.core.kv import KvMover, KvPages
 from services.node.moving.kv_images import KV_REGION
+from services.node.transport.pacing import SERVING_FLOW
 from shared.errors import TransportError
 from simulation.transport import ModelledTransport
 
@@ -32,7 +33,7 @@ class ModelledKvMover(KvMover):
 
     def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
         image, region = self._image(pages), f"{KV_REGION}{next(self._numbers)}"
-        self._transport.register(region, image, ready=len(image), flow=KV_REGION)
+        self._transport.register(region, image, ready=len(image), flow=SERVING_FLOW)
         self._lent.add(region)
 
         async def tell() -> None:

@@ -2,14 +2,15 @@
 
 The model is that of `services.planner.core.multicast.fabric`: each node has a port in each
 direction, each rack a trunk in each direction, hosts have local links, and everything is full
-duplex. Transfers between two nodes at one priority form a stream, which carries them one after the
-other, as a connection does. Streams share ports as `sharing` says. Something happens only when a
-transfer ends, or when a stream begins, ends or changes its rate; and only the streams that this
-affects are looked at.
+duplex. Transfers of one flow between two nodes at one priority form a stream, which carries them
+one after the other, as a connection does. Streams share ports as `sharing` says.
+Something happens only when a transfer ends, or when a stream begins, ends or changes its rate; and
+only the streams that this affects are looked at.
 """
 
 import asyncio
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import chain
 
@@ -38,7 +39,9 @@ class Network:
             for rack, rate in (trunks or {}).items()
         }
         self._nodes: dict[str, Node] = {}
-        self._streams: dict[tuple[str, str, int], Stream] = {}
+        self._streams: dict[tuple[str, str, str, int], Stream] = {}
+        self._flows = Counter[str]()
+        """How many streams of each flow are open, without messages."""
         self._blocked: set[frozenset[str]] = set()
         self._changed: dict[Port, float] = {}
         """Ports to share anew at the end of this moment, and from which priority on."""
@@ -77,14 +80,16 @@ class Network:
             return False
         return _passes(self._nodes[one], self._nodes[other], self._blocked)
 
-    def rates(self) -> dict[tuple[str, str, int], float]:
-        """The current rate, in bytes/s, of every (source, destination, priority) with something to
-        send."""
+    def rates(self) -> dict[tuple[str, str, str, int], float]:
+        """The current rate, in bytes/s, of every (source, destination, flow, priority) with
+        something to send."""
         return {key: stream.rate for key, stream in self._streams.items()}
 
     # --- transfers ---
 
-    async def transfer(self, src: str, dst: str, nbytes: float, priority: int) -> None:
+    async def transfer(
+        self, src: str, dst: str, nbytes: float, priority: int, flow: str = ""
+    ) -> None:
         """Returns when the last byte has arrived. PeerLost if a node is missing or dies."""
         done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -96,20 +101,23 @@ class Network:
             else:
                 done.set_exception(error)
 
-        transfer = self.begin(src, dst, nbytes, priority, on_end)
+        transfer = self.begin(src, dst, nbytes, priority, on_end, flow)
         try:
             await done
         finally:
             if done.cancelled():
                 self.abort(transfer)
 
-    def begin(self, src: str, dst: str, nbytes: float, priority: int, on_end: OnEnd) -> Transfer:
-        """Begins a transfer, behind those that were begun before between the same two at this
-        priority."""
+    def begin(
+        self, src: str, dst: str, nbytes: float, priority: int, on_end: OnEnd, flow: str = ""
+    ) -> Transfer:
+        """Begins a transfer, behind those of its flow that were begun before between the same two
+        at this priority."""
         for name in (src, dst):
             if name not in self._nodes:
                 raise PeerLost(f"{name} is not in the network")
-        stream = self._streams.get((src, dst, priority)) or self._stream(src, dst, priority)
+        key = src, dst, flow, priority
+        stream = self._streams.get(key) or self._stream(*key)
         transfer = Transfer(nbytes, stream, on_end)
         stream.put(transfer)
         self._refresh(stream)
@@ -191,11 +199,11 @@ class Network:
 
     # --- streams ---
 
-    def _stream(self, src: str, dst: str, priority: int) -> Stream:
+    def _stream(self, src: str, dst: str, flow: str, priority: int) -> Stream:
         one, other = self._nodes[src], self._nodes[dst]
         ports = self._way(one, other)
-        stream = Stream(one, other, ports, priority, self.latency_s, self._sent)
-        self._streams[src, dst, priority] = stream
+        stream = Stream(one, other, ports, priority, flow, self.latency_s, self._sent)
+        self._streams[src, dst, flow, priority] = stream
         one.streams[stream] = other.streams[stream] = None
         return stream
 
@@ -227,15 +235,31 @@ class Network:
         if not stream.queue:
             stream.src.streams.pop(stream, None)
             stream.dst.streams.pop(stream, None)
-            self._streams.pop((stream.src.name, stream.dst.name, stream.priority), None)
+            key = stream.src.name, stream.dst.name, stream.flow, stream.priority
+            self._streams.pop(key, None)
         wanted = bool(stream.queue) and _passes(stream.src, stream.dst, self._blocked)
         if wanted != stream.is_open:
+            concerns = self._concerns(stream)
             if wanted:
                 stream.open()
             else:
                 stream.close()
             for port in stream.ports:
-                self._mark(port, stream.priority)
+                self._mark(port, concerns)
+
+    def _concerns(self, stream: Stream) -> int:
+        """The best priority that its opening or closing concerns."""
+        if stream.priority < 0:
+            return stream.priority
+        if stream.is_open:
+            several = len(self._flows) > 1
+            self._flows[stream.flow] -= 1
+            if not self._flows[stream.flow]:
+                del self._flows[stream.flow]
+        else:
+            self._flows[stream.flow] += 1
+            several = len(self._flows) > 1
+        return 0 if several else stream.priority
 
     def _reroute(self, nodes: Iterable[Node]) -> None:
         """Adapts to a change of what passes from and to these nodes."""

@@ -20,6 +20,8 @@ class RequestResult:
     last_token_s: float | None
     error: str = ""
     """Empty if it got all its tokens."""
+    second_token_s: float | None = None
+    """The first that needs the KV of the prompt where it is decoded."""
 
     @property
     def completed(self) -> bool:

@@ -56,12 +56,13 @@ class Stream(Lane):
         dst: Node,
         ports: tuple[Port, ...],
         priority: int,
+        flow: str,
         latency_s: float,
         on_sent: "Callable[[Stream, Transfer], None]",
     ) -> None:
         """`on_sent` is called when the last byte of the first transfer has left, after it was taken
         from the queue."""
-        super().__init__(ports, priority)
+        super().__init__(ports, priority, flow)
         self.src, self.dst = src, dst
         self.queue: deque[Transfer] = deque()
         self._latency_s = latency_s

@@ -30,7 +30,7 @@ ONE_CHUNK = 1
 """The value of movers' `read_bytes`: they read one chunk at a time, because the bytes of a modelled
 read arrive all at once, so that chunks read together would only be forwarded together."""
 MESSAGES = -1
-"""The priority of messages, ahead of every read's, which is a step of a plan."""
+"""The priority of messages, which bypass all reads. A read's is a step of its flow's plan."""
 
 
 class Ends:
@@ -294,8 +294,9 @@ class ModelledTransport:
                 read.fail(error)
 
         nbytes = len(read.into) * self._ends.unit
+        flow = (loan or self._regions.find(read.region, read.offset, len(read.into))).flow
         read.transfer = self._network.begin(
-            self.node, read.reader.node, nbytes, read.priority, arrived
+            self.node, read.reader.node, nbytes, read.priority, arrived, flow
         )
 
     def _copy(self, read: _Read, loan: Region | None) -> None:

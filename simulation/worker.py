@@ -192,8 +192,13 @@ class ModelledWorker:
 
     def load(self) -> WorkerLoad:
         load = self._steps.load
-        in_units = {m: -(-n // self._unit) for m, n in load.kv_position_bytes.items()}
-        return replace(load, kv_position_bytes=in_units)
+        position_bytes = load.kv_position_bytes.items()
+        return replace(
+            load,
+            kv_position_bytes={model: -(-n // self._unit) for model, n in position_bytes},
+            kv_sent_bytes=load.kv_sent_bytes // self._unit,
+            kv_received_bytes=load.kv_received_bytes // self._unit,
+        )
 
     def pulse(self) -> Pulse:
         """A modelled engine never hangs."""

@@ -2,7 +2,7 @@
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -11,13 +11,16 @@ from services.cli import plan_explain, plan_text
 from services.cli.arguments import amount, amounts, count, counts, whole
 from services.cli.plan_text import Plan
 from services.node.checkpoints.packing import chunk_bytes
-from services.planner.core.choose import AUTO, choose, units
+from services.planner.core import kv_traffic
+from services.planner.core.choose import AUTO, Choice, choose, units
 from services.planner.core.cut import Room, cut
+from services.planner.core.kv_traffic import Flow, left
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.outlook import Serving
+from services.planner.core.placement import why_used
 from shared.config import PlannerConfig
-from shared.errors import BadInput, CapacityExceeded
+from shared.errors import BadInput, CapacityExceeded, PlanError
 from shared.ids import NodeId
 from shared.parts import Part
 
@@ -91,6 +94,19 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
         default=(),
         help="numbers of the nodes that send nothing",
     )
+    links.add_argument(
+        "--kv-mbit",
+        type=amount,
+        help="rate of the KV that leaves each node of --prefill, and comes to those of --decode",
+    )
+    for role in ("prefill", "decode"):
+        links.add_argument(
+            f"--{role}",
+            type=_indices,
+            metavar="I,I,..",
+            default=(),
+            help=f"numbers of the nodes that {role} meanwhile",
+        )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -150,18 +166,97 @@ def _groups(args: argparse.Namespace, parts: Sequence[Part]) -> Iterator[str]:
 def _plan(args: argparse.Namespace, parts: Sequence[Part]) -> Plan:
     if args.sources > args.nodes:
         raise BadInput(f"--sources {args.sources} is more than --nodes {args.nodes}")
-    task = _task(args)
+    task, choice, ports = _chosen(args, parts)
+    timed = args.size_mb is not None
+    return Plan(task, units(task, choice.unit), choice, timed=timed, ports=ports)
+
+
+def _chosen(
+    args: argparse.Namespace, parts: Sequence[Part]
+) -> tuple[Task, Choice, tuple[str, ...]]:
+    """The plan, with what KV does to ports. A node whose way out KV takes sends weights only if
+    there is no other source, or the others are much slower (`placement`)."""
+    kv = _kv(args)
+    whole = _of_part(_task(args), parts)
+    for node in kv:
+        if node >= whole.nodes:
+            raise BadInput(f"--prefill, --decode: there is no node {node}")
+    used, spared = (_beside(whole, kv, spares=spares) for spares in (False, True))
+    serving = Serving(PlannerConfig().max_stages)
+    taken = [
+        node for node in kv if used.fabric.ports[node].out and not spared.fabric.ports[node].out
+    ]
+
+    def words(spares: bool, why: str = "") -> tuple[str, ...]:
+        known = [
+            said
+            for node, flow in kv.items()
+            for said in kv_traffic.words(
+                f"node {node}",
+                flow,
+                out=whole.fabric.ports[node].out,
+                into=whole.fabric.ports[node].into if node in whole.destinations else 0.0,
+                spares=spares,
+            )
+        ]
+        return (*known, why) if why else tuple(known)
+
+    choice = choose(used, serving, name=args.algorithm)
+    if not taken:
+        return used, choice, words(spares=False)
+    names = [f"node {node}" for node in taken]
+    try:
+        found = choose(spared, serving, name=args.algorithm)
+    except PlanError:
+        return used, choice, words(spares=False, why=f"nobody but {', '.join(names)} can send it")
+    why = why_used(names, found.outlook.all_complete_s, choice.outlook.all_complete_s)
+    if why:
+        return used, choice, words(spares=False, why=why)
+    return spared, found, words(spares=True)
+
+
+def _kv(args: argparse.Namespace) -> dict[int, Flow]:
+    """The KV at the ports of nodes that have any."""
+    if not args.kv_mbit:
+        if args.prefill or args.decode:
+            raise BadInput("--prefill and --decode need --kv-mbit")
+        return {}
+    if not (args.prefill and args.decode and args.size_mb):
+        raise BadInput("--kv-mbit needs --prefill, --decode and --size-mb")
+    if both := set(args.prefill) & set(args.decode):
+        raise BadInput(
+            f"nodes {sorted(both)} are of --prefill and of --decode: one of them, please"
+        )
+    out = _bytes_per_s(args.kv_mbit)
+    into = out * len(args.prefill) / len(args.decode)
+    return dict.fromkeys(args.prefill, Flow(out=out)) | dict.fromkeys(args.decode, Flow(into=into))
+
+
+def _beside(task: Task, kv: Mapping[int, Flow], *, spares: bool) -> Task:
+    """The task on what KV leaves of ports. `spares`: see `kv_traffic.left`."""
+    ports = list(task.fabric.ports)
+    for node, flow in kv.items():
+        port = ports[node]
+        ports[node] = replace(
+            port,
+            out=left(port.out, flow.out, spares=spares),
+            into=left(port.into, flow.into, spares=False),
+        )
+    return replace(task, fabric=replace(task.fabric, ports=tuple(ports)))
+
+
+def _of_part(task: Task, parts: Sequence[Part]) -> Task:
+    """The task for the largest part, if there are several."""
     if len(parts) > 1:
         part = max(parts, key=lambda p: sum(task.block_bytes[p.start : p.stop]))
-        ports = task.fabric.ports[: args.nodes // len(parts)]
+        ports = task.fabric.ports[: task.nodes // len(parts)]
         task = replace(
             task,
             fabric=replace(task.fabric, ports=ports),
             block_bytes=task.block_bytes[part.start : part.stop],
-            sources=tuple(range(args.sources // len(parts))),
+            sources=task.sources[: len(task.sources) // len(parts)],
         )
-    choice = choose(task, Serving(PlannerConfig().max_stages), name=args.algorithm)
-    return Plan(task, units(task, choice.unit), choice, timed=args.size_mb is not None)
+    return task
 
 
 def _task(args: argparse.Namespace) -> Task:

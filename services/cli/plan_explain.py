@@ -10,6 +10,7 @@ from services.planner.core.costs import schedule_arrivals
 
 def report(plan: Plan) -> Iterator[str]:
     yield title(plan)
+    yield from plan.ports
     if not plan.schedule.moves:
         yield "every node is a source, or loads by itself: there is nothing to choose"
         return

@@ -27,6 +27,8 @@ class Plan:
     choice: Choice
     timed: bool
     """Whether rates are known. Otherwise a block takes one step."""
+    ports: tuple[str, ...] = ()
+    """What KV does to the nodes' ports, in words."""
 
     @property
     def schedule(self) -> Schedule:

@@ -307,6 +307,8 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The blocks that each target is to hold, of a model that fits no device. Empty: all."""
     expected: dict[str, float] = {}
     """Seconds that each phase of the ledger was predicted to take, by `Phase.value`."""
+    ports: tuple[str, ...] = ()
+    """Which nodes send no weights, or are slow, because KV takes their ports, in words."""
     ledger: tuple[Spent, ...] = ()
     """From the first waiting request to the end, once the event is over: phases without a gap or an
     overlap. See `planner.core.ledger`."""

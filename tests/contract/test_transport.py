@@ -7,6 +7,7 @@ import pytest
 
 from services.node.transport.base import Brought, Buffer
 from services.node.transport.loans import LOANS
+from services.node.transport.pacing import SERVING_FLOW
 from shared.errors import BadInput, Conflict, PeerLost, RegionUnknown
 from tests.support.transports import KINDS, MIB, SILENCE_S, Cluster, End, clusters
 
@@ -170,6 +171,32 @@ async def test_models_share_the_port_whatever_their_priorities(cluster: Cluster)
         for read in late:  # it was served as often, but for a grant or two, which may be on its way
             assert len(bytes(copies[reads[read]]).rstrip(b"\0")) > len(data) // 2
         await asyncio.gather(*done, *late)
+
+
+async def test_kv_has_nearly_all_of_the_port_beside_weights(cluster: Cluster) -> None:
+    if cluster.kind == "modelled":
+        pytest.skip("what is modelled lands all at once")
+    source = await cluster.start(rate=20_000_000)
+    one, other = await cluster.start(), await cluster.start()
+    data = pattern(2 * MIB)
+    for flow in ("model", SERVING_FLOW):
+        source.transport.register(flow, source.put(data), flow=flow)
+    copies = {"model": one.room(len(data)), SERVING_FLOW: other.room(len(data))}
+    await asyncio.gather(*(end.transport.connect(source.address) for end in (one, other)))
+    weights, kv = (
+        asyncio.ensure_future(
+            end.transport.read(source.address, flow, 0, copies[flow], priority=priority)
+        )
+        for end, flow, priority in ((one, "model", 1), (other, SERVING_FLOW, 9))
+    )
+    await fetch_handshake([one, other], source)
+    for flow in copies:
+        source.transport.advance(flow, len(data))
+    async with asyncio.timeout(SILENCE_S):
+        await kv
+        # A ninth, but for two grants that may be on their way.
+        assert len(bytes(copies["model"]).rstrip(b"\0")) < len(data) // 2
+        await weights
 
 
 async def test_a_region_that_is_not_there(cluster: Cluster) -> None:

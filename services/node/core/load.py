@@ -25,6 +25,9 @@ class WorkerLoad:
     """How many of `prompt_tokens` had their KV in the prefix cache."""
     received_tokens: int = 0
     """Tokens whose KV came from another node."""
+    kv_sent_bytes: int = 0
+    """Bytes of KV that other nodes were lent since the start, and that came from others."""
+    kv_received_bytes: int = 0
     preemptions: int = 0
     """How often since the start a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0

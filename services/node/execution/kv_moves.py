@@ -31,6 +31,9 @@ class KvMoves:
         self._mover = mover
         self._listener = listener
         self._post = post
+        self.sent_bytes = 0
+        """Bytes of KV that other nodes were lent, since the start."""
+        self.received_bytes = 0
 
     def lend(self, command: Lend) -> None:
         ask = command.ask
@@ -41,12 +44,13 @@ class KvMoves:
         except LambdaScaleError:
             self._listener.lent(command, none)
             return
-        form = loan.form
+        form, nbytes = loan.form, loan.nbytes
 
         def done(region: str, digest: bytes) -> None:
             self._engine.give_back(loan)
             there = region, form, digest, ask.start, ask.stop, ask.first, ask.end
             here = KvHere(ask.taker, ask.stage, *there) if region else none
+            self.sent_bytes += nbytes if region else 0
             self._listener.lent(command, here)
 
         if self._mover is None:
@@ -61,9 +65,11 @@ class KvMoves:
         except LambdaScaleError:
             self._listener.brought(command, right=False)
             return
+        nbytes = loan.nbytes
 
         def done(right: bool) -> None:
             self._engine.give_back(loan)
+            self.received_bytes += nbytes if right else 0
             self._listener.brought(command, right=right)
 
         if self._mover is None or loan.form != here.form:

@@ -294,6 +294,8 @@ class Steps:
             prompt_tokens=self._batcher.prompt_tokens,
             cached_tokens=self._batcher.cached_tokens,
             received_tokens=self._batcher.received_tokens,
+            kv_sent_bytes=self._kv_moves.sent_bytes,
+            kv_received_bytes=self._kv_moves.received_bytes,
             preemptions=self._batcher.preemptions,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,

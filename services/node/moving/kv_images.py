@@ -16,6 +16,7 @@ from services.node.core.kv import KvPages
 from services.node.memory.arena import Span
 from services.node.moving.kv_room import KvRoom
 from services.node.transport.base import Transport
+from services.node.transport.pacing import SERVING_FLOW
 from shared import telemetry
 
 KV_REGION = "kv/"
@@ -23,7 +24,7 @@ KV_REGION = "kv/"
 LENT_S = 10.0
 """Seconds after which a copy goes that nobody has fetched."""
 PRIORITY = 0
-"""Of reads. Streams wait for them, so they go before blocks of weights of their flow."""
+"""Of reads. Requests wait for them, so they come in before blocks of weights."""
 
 
 class KvImages:
@@ -72,7 +73,7 @@ class KvImages:
             lent("", b"")
             return
         region = KV_REGION + secrets.token_hex(16)
-        self._transport.register(region, span.memory, ready=span.nbytes, flow=KV_REGION)
+        self._transport.register(region, span.memory, ready=span.nbytes, flow=SERVING_FLOW)
         timer = asyncio.get_running_loop().call_later(LENT_S, self.end, region)
         self._lent[region] = span, timer
         lent(region, digest)

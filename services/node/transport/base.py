@@ -160,7 +160,7 @@ class Transport(Protocol):
     def register(self, region: str, buffer: memoryview, *, ready: int = 0, flow: str = "") -> None:
         """Makes the first `ready` bytes of `buffer` readable by peers under the name `region`.
 
-        Reads of regions of different flows share the outgoing port evenly, whatever their
+        Reads of regions of different flows share the outgoing port (`pacing`), whatever their
         priorities. Conflict if the name is taken. The buffer must outlive `unregister`.
         """
 

@@ -8,6 +8,8 @@ urgent transfer has to wait.
 
 Priorities are steps of one plan and mean nothing beside the steps of another. So transfers of
 different flows (models) share the port evenly (start-time fair queueing, Goyal et al. 1996).
+Requests wait for the KV that moves, so its flow gets `SERVING_PARTS` parts where the weights of a
+model get one: beside one model, loading takes a tenth of the port from it.
 """
 
 import asyncio
@@ -15,6 +17,8 @@ import heapq
 from collections.abc import Awaitable, Callable, Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
+
+from shared.port_shares import SERVING_PARTS
 
 GRANT_S = 0.006
 """Seconds. With frames of 64 KiB, half of the processor's time would go into costs that do not
@@ -25,6 +29,8 @@ MIN_GRANT = 64 * 1024
 MAX_GRANT = 4 << 20
 """The largest grant in bytes. Larger frames would cost less processor time, but only a link of GB/s
 would notice."""
+SERVING_FLOW = "kv/"
+"""The flow of the KV of all requests."""
 MEMORY = 0.8
 """Weight of the past, for each grant, in the measured rate of an unpaced port."""
 TICK_S = 0.001
@@ -39,6 +45,11 @@ lost."""
 PATIENCE_S = 0.005
 """Seconds. An unpaced grant that takes longer, because its receiver is slow, no longer holds the
 others back."""
+
+
+def parts(flow: str) -> int:
+    """How many parts of a port the flow gets."""
+    return SERVING_PARTS if flow == SERVING_FLOW else 1
 
 
 class Turn(NamedTuple):
@@ -76,10 +87,11 @@ class Port:
         self._lanes: dict[Hashable, float] = {}
         """Lanes that have a grant, and when they got it."""
         self._served: dict[str, int] = {}
-        """Bytes by flow since the port was last idle, as if all flows had begun together."""
+        """What each flow was served since the port was last idle, as if all flows had begun
+        together: bytes, divided by the flow's part of the port."""
         self._now_served = 0
-        """The bytes that the flow of the last grant had been served then. A flow that arrives now
-        begins with as many."""
+        """What the flow of the last grant had been served then. A flow that arrives now begins with
+        as much."""
         self._free_at = 0.0
         self._quiet_since: float | None = 0.0
         """When the last holder left and nobody waited; None while the port is in use."""
@@ -236,7 +248,7 @@ class Port:
     def _hold(self, lane: Hashable, flow: str, nbytes: int, now: float) -> None:
         self._lanes[lane] = now
         self._now_served = self._served[flow]
-        self._served[flow] += nbytes
+        self._served[flow] += nbytes * SERVING_PARTS // parts(flow)
         if self._rate:
             self._free_at += nbytes / self._rate
 

@@ -10,6 +10,7 @@ from math import inf
 from statistics import median_low
 
 from services.planner.core.arrivals import Arrivals
+from services.planner.core.kv_traffic import KvTraffic
 from services.planner.core.load_reports import LoadReports
 from services.planner.core.measured import Measured
 from services.planner.core.said import (
@@ -54,6 +55,7 @@ class Cluster:
         self.nodes: dict[NodeId, NodeInfo] = {}
         self.loads = LoadReports()
         self.measured = Measured()
+        self.kv = KvTraffic()
         self._said: dict[NodeId, Said] = {}
         self._holders: dict[ModelId, set[NodeId]] = {}
         """The nodes, of any generation, that say they hold something of the model."""
@@ -93,6 +95,7 @@ class Cluster:
         if before is None or before.generation == info.generation:
             return None
         self.measured.on_gone(info.node)
+        self.kv.on_gone(info.node)
         return before
 
     def leaves(self, node: NodeId) -> bool:
@@ -128,6 +131,7 @@ class Cluster:
         del self.nodes[node]
         self.leaving.discard(node)
         self.measured.on_gone(node)
+        self.kv.on_gone(node)
         self._forget_answers()
         return True
 
@@ -164,6 +168,7 @@ class Cluster:
         if not again or (measured and out_rate(known) != out_rate(status)):
             self._fastest.clear()
         self.measured.on_kv(status.node, status.kv_shares)
+        self.kv.on_status(status.node, status.kv_sent_bytes, status.kv_received_bytes, now)
         more_room = known is None or status.arena_free > known.arena_free
         if said is None or not again:
             were = set(said.on_device) if said is not None else set[ModelId]()

@@ -48,7 +48,8 @@ class Cutting:
         on its way there, if there are devices enough for it. `planned`: parts that an earlier
         planner's event loads."""
         cluster, record = self._desk.cluster, self._record
-        if scaling or self._fleet.members or self._standing.released:
+        stays = scaling or self._fleet.members or self._standing.released
+        if stays and self._fleet.cut:
             return
         spaces = [cluster.part(n, record.model_id) for n in cluster.with_space(record.model_id)]
         parts = {part for part in (*spaces, *planned) if part is not None}

@@ -161,6 +161,7 @@ class EventBase:
             settings.link_bytes_per_s,
             settings.step_overhead_s,
             frozenset(node for node in self._on_disk() if node not in self.record.targets),
+            cluster.kv.flows(self._desk.at),
         )
 
     def _on_disk(self) -> dict[NodeId, frozenset[int]]:
@@ -305,6 +306,7 @@ class EventBase:
                 "strategy": record.strategy,
                 "transfers": len(record.transfers),
                 "considered": "; ".join(map(str, plan.considered)),
+                "ports": "; ".join(plan.ports),
             }
         self._desk.span(
             "plan",

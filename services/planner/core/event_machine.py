@@ -188,7 +188,10 @@ class EventMachine(Growing):
             predicted=later(plan.forecast.predicted, since_decision_s),
             expected=planned(self.record.expected, plan.forecast.predicted, setup_s=plan.setup_s),
             physical_limit_s=plan.forecast.physical_limit_s,
+            ports=plan.ports,
         )
+        for words in plan.ports:
+            self._tell(words)
         record = events.note(record, now.wall_ns, "planned_s")
         self._set(events.advance(record, EventState.PLANNED, now.wall_ns))
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)

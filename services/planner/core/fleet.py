@@ -399,6 +399,7 @@ class Fleet:
             event=self.cause.event,
         )
         self.instances = assign_roles(revised, self.prefill_share)
+        self._tell_roles()
         self._retired = {
             instance.id: self._retired.get(instance.id, at)
             for instance in self.instances
@@ -456,9 +457,15 @@ class Fleet:
     def close(self) -> None:
         """Publishes that nothing serves the model from now on."""
         self.instances = ()
+        self._tell_roles()
         self._revision = self._desk.next_revision()
         self._publish()
         self._closed = True
+
+    def _tell_roles(self) -> None:
+        replicas = (i for i in self.instances if i.is_replica)
+        roles = {i.leader: i.role for i in replicas}
+        self._desk.cluster.kv.on_roles(self._record.model_id, roles)
 
     def validate(self) -> None:
         """Raises AssertionError if parts of the state contradict each other."""

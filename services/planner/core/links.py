@@ -1,12 +1,13 @@
 """The network, the disks and the engines, in the form that the cost model takes."""
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from services.planner.core.cluster import LOAD_BYTES_PER_S
+from services.planner.core.kv_traffic import NO_FLOW, Flow, is_taken, left, words
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo, Profile
@@ -28,10 +29,39 @@ class Links:
     default_overhead_s: float
     disks: frozenset[NodeId] = frozenset()
     """Nodes that send from their disks, and so no faster than these are read."""
+    kv: Mapping[NodeId, Flow] = field(default_factory=dict)
+    """The KV that is expected at nodes' ports."""
+    spares: bool = False
+    """Whether nodes whose way out KV takes send nothing else."""
 
     def reading(self, disks: Collection[NodeId]) -> "Links":
         """The same links, with these nodes sending from their disks."""
         return replace(self, disks=frozenset(disks))
+
+    def sparing(self) -> "Links":
+        """The same links, on which nodes send nothing whose way out KV takes."""
+        return replace(self, spares=True)
+
+    def alone(self) -> "Links":
+        """The same links without KV."""
+        return replace(self, kv={}, spares=False)
+
+    def taken(self, nodes: Iterable[NodeId]) -> frozenset[NodeId]:
+        """Those of the nodes whose way out KV takes."""
+        flows = [(node, self.kv.get(node, NO_FLOW).out) for node in nodes]
+        return frozenset(node for node, kv in flows if kv and self._is_taken(node, kv))
+
+    def _is_taken(self, node: NodeId, kv: float) -> bool:
+        out, _ = self._rates(node)
+        return out > 0 and is_taken(out, kv)
+
+    def words(self, nodes: Iterable[NodeId], *, receives: Collection[NodeId]) -> Iterator[str]:
+        """What KV does to the ports of these nodes, some of which receive."""
+        for node in nodes:
+            out, into = self._rates(node)
+            into = into if node in receives else 0.0
+            kv = self.kv.get(node, NO_FLOW)
+            yield from words(node, kv, out=out, into=into, spares=self.spares)
 
     def disk_rate(self, node: NodeId) -> float:
         """bytes/s of the node's disk: what is assumed of disks if it has not been measured."""
@@ -53,7 +83,8 @@ class Links:
         out, into = self._rates(node)
         if not out or not into:
             return None
-        info = self.nodes.get(node)
+        info, kv = self.nodes.get(node), self.kv.get(node, NO_FLOW)
+        out, into = left(out, kv.out, spares=self.spares), left(into, kv.into, spares=False)
         if node in self.disks:
             out = min(out, self.disk_rate(node))
         return Port(out, into, info.rack if info else "", info.host if info else "")

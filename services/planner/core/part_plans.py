@@ -84,6 +84,7 @@ def plan_parts(
         {node: blocks for plan in found for node, blocks in plan.loading.items()},
         max(plan.setup_s for plan in found),
         _forecast(found),
+        tuple(dict.fromkeys(words for plan in found for words in plan.ports)),
         _longest(found).considered,
     )
 

@@ -35,6 +35,9 @@ APPEND = "append"
 """The name of a plan for newcomers only. An event that grows keeps its own strategy's name."""
 REPAIR = "repair"
 """The strategy's name, in an event's record, for a schedule that starts from partial holdings."""
+LITTLE = 1.25
+"""Nodes whose way out KV takes send no weights, unless the others would take this many times as
+long without them."""
 SHARES = "shares"
 """The strategy's name if several tiers supply a share of the blocks each."""
 
@@ -62,6 +65,8 @@ class Plan:
     """The blocks that targets load from their own lower tiers."""
     setup_s: float = 0.0
     forecast: Forecast = NO_FORECAST
+    ports: tuple[str, ...] = ()
+    """Which nodes send nothing or are slow, because KV takes their ports, in words."""
     considered: tuple[Considered, ...] = ()
     """The candidates of the choice. None where the links' rates are not known, since candidates are
     then compared on links of one byte a second."""
@@ -100,7 +105,74 @@ def plan_transfers(
     targets do not apply, and the multicast is planned like one that was interrupted. `executing`:
     the nodes that run what they hold (a source in host memory does not). PlanError if the strategy
     lets nodes load a copy that they do not have.
+
+    A node whose way out KV takes (`kv_traffic`) sends nothing, unless it is the only source, or
+    loading would take more than LITTLE times as long without it.
     """
+
+    def planned(roles: Roles, links: Links) -> Plan:
+        return _planned(roles, held, model, links, strategy, executing, max_stages)
+
+    nodes = tuple(dict.fromkeys((*roles.memory, *roles.disk, *roles.receiving)))
+    taken = links.taken(nodes) if roles.receiving else frozenset[NodeId]()
+    if not taken:
+        return _with_words(planned(roles, links), links, roles)
+    try:
+        spared = planned(_without(roles, taken, links), links.sparing())
+    except PlanError:
+        why = f"nobody but {', '.join(sorted(taken))} can send it"
+        return _with_words(planned(roles, links), links, roles, why)
+    used = planned(roles, links)
+    if why := why_used(taken, _seconds(spared), _seconds(used)):
+        return _with_words(used, links, roles, why)
+    return _with_words(spared, links.sparing(), roles)
+
+
+def why_used(taken: Collection[str], spared_s: float | None, used_s: float | None) -> str:
+    """Why nodes send weights although KV takes their way out; empty: they do not. Seconds until all
+    are complete without them and with them."""
+    if spared_s is None or used_s is None or spared_s <= LITTLE * used_s:
+        return ""
+    times = f"{spared_s / used_s:.1f} times as long"
+    return f"without {', '.join(sorted(taken))} loading would take {times}"
+
+
+def _without(roles: Roles, taken: Collection[NodeId], links: Links) -> Roles:
+    """The roles without sources whose way out is taken, but for those that others of their host
+    reach without it."""
+    hosts = {info.host for n in roles.receiving if (info := links.nodes.get(n)) and info.host}
+    local = {n for n, info in links.nodes.items() if info.host in hosts and info.local_bytes_per_s}
+    left_out = {*taken} - {*local} - {*roles.receiving} - {*roles.promoting}
+    kept = replace(
+        roles,
+        memory=tuple(node for node in roles.memory if node not in left_out),
+        disk=tuple(node for node in roles.disk if node not in left_out),
+    )
+    if not (kept.memory or kept.disk):
+        raise PlanError("KV takes the way out of every node that has the model")
+    return kept
+
+
+def _seconds(plan: Plan) -> float | None:
+    return plan.considered[0].outlook.all_complete_s if plan.considered else None
+
+
+def _with_words(plan: Plan, links: Links, roles: Roles, why: str = "") -> Plan:
+    """The plan, and what KV does to its nodes' ports. `why`: see `why_used`."""
+    nodes = dict.fromkeys((*roles.memory, *roles.disk, *roles.receiving))
+    words = tuple(links.words(nodes, receives=roles.receiving))
+    return replace(plan, ports=(*words, why) if why else words)
+
+
+def _planned(
+    roles: Roles,
+    held: Held,
+    model: ModelRecord,
+    links: Links,
+    strategy: str,
+    executing: Collection[NodeId],
+    max_stages: int,
+) -> Plan:
     every = frozenset(range(model.n_blocks))
     promoting = dict.fromkeys(roles.promoting, every)
     if not roles.receiving:
@@ -186,14 +258,15 @@ class _Ways:
         elif any(self._held.get(node) for node in receiving):
             way = self._from_holdings(sources, nodes, task)
         else:
-            way = self._from_nothing(sources, nodes, task)
+            alone = self._task(nodes, disks, task.sources, alone=True)
+            way = self._from_nothing(sources, nodes, task, physical_limit(alone))
         if own:
             loading = dict.fromkeys(own, self._every)
             way = self._while_loading(replace(way.plan, loading=loading), nodes)
         return self._as_known(way, nodes, disks)
 
     def _from_nothing(
-        self, sources: tuple[NodeId, ...], nodes: Sequence[NodeId], task: Task
+        self, sources: tuple[NodeId, ...], nodes: Sequence[NodeId], task: Task, limit_s: float
     ) -> _Way:
         rates = self._links.load_rates(nodes)
         choice = choose(task, self._serving(nodes), name=self._strategy, load_bytes_per_s=rates)
@@ -210,8 +283,8 @@ class _Ways:
             sources,
             dict.fromkeys(loading, self._every),
             schedule.setup_s,
-            forecast(choice.outlook, first_byte_s, physical_limit(task)),
-            choice.considered,
+            forecast(choice.outlook, first_byte_s, limit_s),
+            considered=choice.considered,
         )
         return _Way(plan, choice.considered[0])
 
@@ -236,7 +309,7 @@ class _Ways:
             port = links.port(node)
             if port is None or node in receiving:
                 rates[node] = links.disk_rate(node)
-            else:
+            elif port.out:
                 rates[node] = port.out
         dealt = shares(rates, task.block_bytes, dict.fromkeys(rates, self._every))
         now = [dealt.get(n, frozenset()) | self._held.get(n, frozenset()) for n in nodes]
@@ -271,10 +344,17 @@ class _Ways:
         return replace(way, plan=plan)
 
     def _task(
-        self, nodes: Sequence[NodeId], disks: Collection[NodeId], sources: tuple[int, ...]
+        self,
+        nodes: Sequence[NodeId],
+        disks: Collection[NodeId],
+        sources: tuple[int, ...],
+        *,
+        alone: bool = False,
     ) -> Task:
-        """`disks`: nodes that send from their disks."""
-        fabric = self._links.reading(disks).fabric(nodes) or uniform(len(nodes))
+        """`disks`: nodes that send from their disks. `alone`: links carry nothing else."""
+        links = self._links.reading(disks)
+        links = links.alone() if alone else links
+        fabric = links.fabric(nodes) or uniform(len(nodes))
         return Task(fabric, self._model.block_bytes, sources, self._model.chunk_bytes)
 
     def _serving(self, nodes: Sequence[NodeId]) -> Serving:
@@ -304,8 +384,8 @@ def repair_transfers(
 ) -> tuple[Transfer, ...]:
     """A schedule from what live nodes hold now until `targets` are complete.
 
-    `reluctant` nodes (senders that failed or are slow) give only what no other node has. PlanError
-    if no node holds some block.
+    `reluctant` nodes (senders that failed or are slow), and those whose way out KV takes, give only
+    what no other node has. PlanError if no node holds some block.
     """
     nodes = tuple(held)
     index = {node: i for i, node in enumerate(nodes)}
@@ -313,7 +393,7 @@ def repair_transfers(
         [held[node] for node in nodes],
         [index[target] for target in targets],
         Task(links.fabric(nodes) or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes),
-        reluctant=[index[node] for node in reluctant if node in index],
+        reluctant=[index[n] for n in {*reluctant, *links.taken(nodes)} if n in index],
     )
     return _transfers(moves, nodes)
 
@@ -330,21 +410,31 @@ def append_transfers(
     """How nodes get the `wanted` blocks beside the transfers that are still `running`, and when all
     is over.
 
-    `held`: what every node that is named holds now. PlanError if no node of `can_send` will have
-    some block.
+    `held`: what every node that is named holds now. Nodes whose way out KV takes send nothing, if
+    others can. PlanError if no node of `can_send` will have some block.
     """
     nodes = tuple(held)
     index = {node: i for i, node in enumerate(nodes)}
     fabric = links.fabric(nodes)
     task = Task(fabric or uniform(len(nodes)), model.block_bytes, (), model.chunk_bytes)
     moves = by_step(Move(t.step, index[t.src], index[t.dst], t.block) for t in running)
-    appended = append(
-        [held[node] for node in nodes],
-        moves,
-        {index[node]: blocks for node, blocks in wanted.items()},
-        task,
-        can_send=[index[node] for node in can_send],
-    )
+
+    def appended_by(senders: Collection[NodeId]) -> tuple[Move, ...]:
+        return append(
+            [held[node] for node in nodes],
+            moves,
+            {index[node]: blocks for node, blocks in wanted.items()},
+            task,
+            can_send=[index[node] for node in senders],
+        )
+
+    taken = links.taken(can_send)
+    try:
+        appended = appended_by({*can_send} - taken)
+    except PlanError:
+        if not taken:
+            raise
+        appended = appended_by(can_send)
     plan = Plan(_transfers(appended, nodes), APPEND)
     if fabric is None or not appended:
         return plan

@@ -194,8 +194,10 @@ class Driver:
         load_bytes_per_s: float = 0.0,
         unfit: str = "",
         ran: tuple[ModelProfile, ...] = (),
+        kv_bytes: tuple[int, int] = (0, 0),
     ) -> None:
-        """`ran`: what the node measured of models."""
+        """`ran`: what the node measured of models. `kv_bytes`: sent and received since its
+        start."""
         status = NodeStatus(
             node=NodeId(node),
             generation=Generation(generation),
@@ -204,6 +206,8 @@ class Driver:
             holdings=holdings,
             profile=Profile(load_bytes_per_s=load_bytes_per_s, models=ran),
             unfit=unfit,
+            kv_sent_bytes=kv_bytes[0],
+            kv_received_bytes=kv_bytes[1],
         )
         self.feed(status)
 

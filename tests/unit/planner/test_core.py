@@ -169,6 +169,15 @@ def test_the_planner_answers_while_it_plans() -> None:
     assert isinstance(reply.reply, Conflict)
 
 
+def test_a_model_that_was_published_before_any_node_is_served_by_the_first_that_has_it() -> None:
+    driver = Driver()
+    driver.publish(record(min_instances=1))
+    driver.join("a")
+    driver.holds("a")
+    driver.wait(1.0)
+    assert driver.replicas() == {"a"}
+
+
 def test_a_plan_of_an_event_that_was_cancelled_meanwhile_sends_nothing() -> None:
     driver = serving(None, "b")
     driver.load(queued=20, a=4)

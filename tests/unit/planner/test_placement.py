@@ -1,10 +1,13 @@
 """Who sends, who receives, who loads by itself."""
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.planner.core.kv_traffic import Flow
 from services.planner.core.links import Links
 from services.planner.core.multicast.strategies import STRATEGIES, lower_bound
 from services.planner.core.placement import (
@@ -18,7 +21,7 @@ from services.planner.core.placement import (
 )
 from shared.errors import PlanError
 from shared.ids import NodeId
-from shared.messages.pool import Source, Tier
+from shared.messages.pool import Profile, Source, Tier
 from shared.messages.scaling import Transfer
 from tests.unit.planner.scripted import BLOCKS, record
 from tests.unit.registry.builders import info
@@ -159,3 +162,65 @@ def test_a_slow_relay_is_left_out_where_that_is_sooner() -> None:
     assert B not in {t.src for t in slow}
     fair = repair_transfers(held, [C, D], record(), rates(a=400, b=330, c=400, d=400))
     assert B in {t.src for t in fair}
+
+
+KV_TAKES = Flow(out=80.0)
+"""Of a port of 100 bytes/s."""
+
+
+def beside(links: Links, **kv: Flow) -> Links:
+    return replace(links, kv={NodeId(name): flow for name, flow in kv.items()})
+
+
+def test_a_node_that_prefills_sends_no_weights_while_one_that_decodes_can() -> None:
+    links = beside(rates(a=100, b=100, c=100, d=100), a=KV_TAKES, b=Flow(into=80.0))
+    made = plan(Roles((A, B), (), (), (C, D)), links=links)
+    assert {t.src for t in made.transfers} <= {B, C, D}
+    assert made.sources == (B,)
+    assert made.ports == ("a sends no weights: KV takes 80 B/s of 100 B/s out of it",)
+
+
+def test_the_only_source_sends_although_kv_takes_its_way_out() -> None:
+    links = beside(rates(a=100, b=100, c=100), a=KV_TAKES)
+    made = plan(Roles((A,), (), (), (B, C)), links=links)
+    assert made.sources == (A,)
+    assert made.ports == (
+        "a sends at 20 B/s: KV takes 80 B/s of 100 B/s out of it",
+        "nobody but a can send it",
+    )
+    alone = plan(Roles((A,), (), (), (B, C)), links=rates(a=20, b=100, c=100))
+    assert made.forecast.predicted == alone.forecast.predicted
+
+
+def test_a_taken_port_is_used_if_the_others_are_much_slower() -> None:
+    links = beside(rates(a=100, b=10, c=100), a=KV_TAKES)
+    made = plan(Roles((A, B), (), (), (C,)), links=links)
+    assert A in {t.src for t in made.transfers}
+    assert made.ports[-1].startswith("without a loading would take ")
+
+
+def test_a_target_that_prefills_relays_nothing() -> None:
+    links = beside(rates(a=100, b=100, c=100, d=100), c=KV_TAKES)
+    made = plan(Roles((A,), (), (), (B, C, D)), strategy="binomial", links=links)
+    assert C not in {t.src for t in made.transfers}
+    assert C in {t.dst for t in made.transfers}
+
+
+def test_a_target_that_decodes_is_reckoned_to_be_slow() -> None:
+    links = rates(a=100, b=100)
+    made, slow = (
+        plan(Roles((A,), (), (), (B,)), links=each)
+        for each in (links, beside(links, b=Flow(into=80.0)))
+    )
+    before, after_ = made.forecast.predicted.all_complete_s, slow.forecast.predicted.all_complete_s
+    assert before is not None
+    assert after_ == pytest.approx(5 * before)
+    assert slow.ports == ("b receives at 20 B/s: KV takes 80 B/s of 100 B/s into it",)
+    assert slow.forecast.physical_limit_s == made.forecast.physical_limit_s
+
+
+def test_disks_of_others_come_before_memory_whose_way_out_is_taken() -> None:
+    links = beside(rates(a=100, b=100, c=100), a=KV_TAKES)
+    disk = replace(links, profiles={B: Profile(load_bytes_per_s=1e9)})
+    made = plan(Roles((A,), (B,), (), (C,)), links=disk)
+    assert {t.src for t in made.transfers} == {B}

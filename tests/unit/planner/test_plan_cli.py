@@ -178,6 +178,37 @@ def test_hosts_share_a_local_link(capsys: pytest.CaptureFixture[str]) -> None:
     assert "all complete         0.390 s" in capsys.readouterr().out
 
 
+KV = ["--nodes", "4", "--blocks", "4", "--sources", "2", *SPEED, "--kv-mbit", "300"]
+
+
+def test_a_node_that_prefills_sends_no_weights(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [*KV, "--prefill", "0", "--decode", "1,2"]
+    assert run(*words, "--explain") == 0
+    out = capsys.readouterr().out
+    assert "node 0 sends no weights: KV takes 37.5 MB/s of 50 MB/s out of it\n" in out
+    assert "node 2 receives at 31.2 MB/s: KV takes 18.8 MB/s of 50 MB/s into it\n" in out
+    assert "node 1 " not in out  # a source takes no weights in
+    assert run(*words, "--json") == 0
+    document = json.loads(capsys.readouterr().out)
+    assert 0 not in {move["src"] for step in document["steps"] for move in step}
+
+
+def test_the_only_sources_send_although_they_prefill(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(*KV, "--prefill", "0,1", "--decode", "2,3", "--explain") == 0
+    out = capsys.readouterr().out
+    assert "node 0 sends at 12.5 MB/s: KV takes 37.5 MB/s" in out
+    assert "nobody but node 0, node 1 can send it\n" in out
+
+
+def test_a_node_that_prefills_sends_if_the_others_are_much_slower(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    rates = ["--size-mb", "16", "--rates", "100,2,100", "--kv-mbit", "75"]
+    words = ["--nodes", "3", "--blocks", "4", "--sources", "2", *rates]
+    assert run(*words, "--prefill", "0", "--decode", "1", "--explain") == 0
+    assert "without node 0 loading would take " in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("form", ["svg", "png"])
 def test_the_picture_is_drawn(
     form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -207,6 +238,7 @@ def test_pictures_that_cannot_be_are_bad_input(tmp_path: Path) -> None:
 
 
 TWO = ["--nodes", "2", "--blocks", "2"]
+KV_OF = ["--kv-mbit", "1", "--prefill", "0"]
 
 
 @pytest.mark.parametrize(
@@ -222,6 +254,10 @@ TWO = ["--nodes", "2", "--blocks", "2"]
         ([*SPEED, "--racks", "1,1"], "--racks and --trunk-mbit go together"),
         ([*SPEED, "--local-mbit", "1"], "--hosts and --local-mbit go together"),
         ([*SPEED, "--racks", "1,2", "--trunk-mbit", "9"], "--racks has 3 nodes, --nodes says 2"),
+        (["--prefill", "0"], "--prefill and --decode need --kv-mbit"),
+        (["--kv-mbit", "1"], "--kv-mbit needs --prefill, --decode and --size-mb"),
+        ([*SPEED, *KV_OF, "--decode", "0"], r"nodes \[0\] are of --prefill and of --decode"),
+        ([*SPEED, *KV_OF, "--decode", "2"], "--prefill, --decode: there is no node 2"),
         (["--receive-only", "0"], r"--receive-only 0: the nodes that receive are 1\.\.1"),
     ],
 )

@@ -60,6 +60,20 @@ def test_the_better_priority_goes_first_at_both_ports() -> None:
     assert ends(nodes(4), *moves) == [2, 1, 2]
 
 
+def test_flows_share_a_link_evenly_whatever_their_priorities() -> None:
+    async def main() -> list[float]:
+        network = nodes(3)
+
+        async def one(dst: str, nbytes: float, priority: int, flow: str) -> float:
+            await network.transfer("n0", dst, nbytes, priority, flow)
+            return now()
+
+        weights = [one("n1", 100, step, "model") for step in (3, 4)]
+        return list(await asyncio.gather(*weights, one("n2", 100, 0, "other")))
+
+    assert run(main()) == [2, 3, 2]
+
+
 def test_what_a_better_priority_cannot_use_goes_to_worse_ones() -> None:
     network = nodes(4)
     network.set_rates("n1", into=RATE / 4)

@@ -7,6 +7,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import pytest
 
 from services.node.transport.base import ReadResult
+from services.node.transport.pacing import SERVING_FLOW
 from shared.clock import now, wall_ns
 from shared.errors import PeerLost, TransportError, TransportTimeout
 from simulation.loop import EPOCH_NS, run
@@ -130,6 +131,25 @@ def test_a_silent_peer_is_lost_on_both_sides_and_reads_say_how() -> None:
                 await a.read(b, 10)
             network.unblock("n0", "n1")
             await a.read(b, 10)
+
+    run(main())
+
+
+def test_kv_that_is_read_beside_weights_has_nine_tenths_of_the_port() -> None:
+    async def main() -> None:
+        async with ends(3, latency_s=0) as (_, (a, b, c)):
+            source = memoryview(bytearray(1000))
+            a.transport.register("weights", source, ready=1000, flow="model")
+            a.transport.register("kv", source, ready=1000, flow=SERVING_FLOW)
+
+            async def read(end: End, region: str, priority: int) -> float:
+                into = memoryview(bytearray(900))
+                address = a.transport.address
+                await end.transport.read(address, region, 0, into, priority=priority)
+                return now()
+
+            weights = read(b, "weights", 0)
+            assert await asyncio.gather(weights, read(c, "kv", 5)) == pytest.approx([1.8, 1.0])
 
     run(main())
 

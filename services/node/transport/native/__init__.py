@@ -9,11 +9,14 @@ from services.node.compiling import CompileFailed, library
 from services.node.transport import pacing, stream, wire
 from shared import telemetry
 from shared.layout import DIGEST_BYTES
+from shared.port_shares import SERVING_PARTS
 
 HERE = Path(__file__).parent
 SOURCES = tuple(HERE / f"{name}.c" for name in ("digest", "hub", "ports", "receiving", "sending"))
 HEADERS = tuple(HERE / f"{name}.h" for name in ("digest", "internal", "relay"))
 SCRATCH = 64 * 1024
+SERVING_NUMBER = 1
+"""The number of the flow `pacing.SERVING_FLOW`."""
 _CONSTANTS = {
     "PREFIX_BYTES": wire.PREFIX_BYTES,
     "KIND_DATA": int(wire.Kind.DATA),
@@ -21,6 +24,8 @@ _CONSTANTS = {
     "AHEAD_S": pacing.AHEAD_S,
     "MIN_GRANT": pacing.MIN_GRANT,
     "MAX_GRANT": pacing.MAX_GRANT,
+    "SERVING_FLOW": SERVING_NUMBER,
+    "SERVING_PARTS": SERVING_PARTS,
     "MEMORY": pacing.MEMORY,
     "LATENESS_S": pacing.LATENESS_S,
     "QUIET_S": pacing.QUIET_S,

@@ -9,7 +9,8 @@ from typing import Any, Self
 from services.node.memory.views import address
 from services.node.transport import sockets
 from services.node.transport.connection import Connection
-from services.node.transport.native import Event
+from services.node.transport.native import SERVING_NUMBER, Event
+from services.node.transport.pacing import SERVING_FLOW
 from services.node.transport.regions import Region
 from services.node.transport.wire import Kind, encode_prefix
 from shared.errors import TransportError
@@ -35,7 +36,7 @@ class Hub:
         )
         self._events = (Event * EVENTS)()
         self.halves: dict[int, OnEvent] = {}
-        self._flows: dict[str, int] = {}
+        self._flows = {"": 0, SERVING_FLOW: SERVING_NUMBER}
         self._mirrors: set[_Mirror] = set()
         self._served_directly = 0
 

@@ -54,7 +54,7 @@ bool before(const port *p, const ticket *a, const ticket *b) {
 
 void hold(port *p, ticket *t, int64_t nbytes) {
     p->now_served = p->served[t->flow];
-    p->served[t->flow] += nbytes;
+    p->served[t->flow] += t->flow == SERVING_FLOW ? nbytes : nbytes * SERVING_PARTS;
     if (p->rate > 0) p->free_at += (double)nbytes / p->rate;
     p->holding++;
 }

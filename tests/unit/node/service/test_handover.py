@@ -108,7 +108,9 @@ async def test_kv_comes_while_the_prompt_still_runs(tmp_path: Path, checkpoint: 
         await up.submit("a", **some)
         await up.submit("b", attempt=2, takes_over=1, kv_from=up.stages("a"), **some)
         await up.tokens.until(lambda: bool(of(up, 2)) and bool(of(up, 2)[-1].finish))
-        assert up.services["b"]._worker.load().received_tokens == movable(len(prompt))
+        there = up.services["b"]._worker.load()
+        assert there.received_tokens == movable(len(prompt))
+        assert there.kv_received_bytes == up.services["a"]._worker.load().kv_sent_bytes > 0
         assert len(of(up, 1)) <= 2, "the attempt before went on"
         found = {token.index: token.token for token in up.tokens_of("r")}
         await up.submit("a", request="oracle", **some)

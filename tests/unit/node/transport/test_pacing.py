@@ -15,9 +15,11 @@ from services.node.transport.pacing import (
     MIN_GRANT,
     PATIENCE_S,
     QUIET_S,
+    SERVING_FLOW,
     Port,
 )
 from shared.clock import now
+from shared.port_shares import SERVING_PARTS
 from simulation.loop import run
 
 RATE = 100_000_000
@@ -257,6 +259,29 @@ def test_flows_share_the_port_evenly_whatever_their_priorities(rate: int) -> Non
     while_both = flows[: len(flows) - flows[::-1].index("patient")]
     assert while_both.count("patient") == 60
     assert abs(while_both.count("urgent") - 60) <= 2
+
+
+@pytest.mark.parametrize("rate", [RATE, 0])
+def test_kv_gets_nine_parts_of_the_port_for_one_of_weights(rate: int) -> None:
+    """And weights go on, however much KV there is."""
+
+    async def main() -> Log:
+        port, log = Port(rate, width=1), Log()
+
+        async def one(flow: str, grants: int) -> None:
+            turn = port.arrive(0 if flow == SERVING_FLOW else 1, flow)
+            for _ in range(grants):
+                async with port.grant(flow, turn, MIN_GRANT):
+                    log.append((now(), flow, MIN_GRANT))
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(one("model", 100), one(SERVING_FLOW, 90))
+        return log
+
+    flows = [flow for _, flow, _ in run(main())]
+    while_both = flows[: len(flows) - flows[::-1].index(SERVING_FLOW)]
+    assert while_both.count(SERVING_FLOW) == 90
+    assert abs(while_both.count("model") - 90 / SERVING_PARTS) <= 1
 
 
 def test_a_flow_that_was_away_saved_nothing_up() -> None:
