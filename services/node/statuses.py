@@ -45,6 +45,8 @@ class Statuses:
         told = self._telling.next(view.holdings, whole=self._whole)
         cause, self._cause, self._whole = cause or self._cause, "", False
         self.profile = self._profiler.profile()
+        load = dataclasses.asdict(view.load)
+        del load["host_tier"]  # only the node's metrics have it
         return NodeStatus(
             cause=cause,
             node=view.info.node,
@@ -61,7 +63,7 @@ class Statuses:
             host_free=view.host_free,
             copying=view.copying,
             unfit=view.unfit,
-            **dataclasses.asdict(view.load),
+            **load,
         )
 
     async def run(self, publish: Callable[[], Awaitable[None]]) -> None:

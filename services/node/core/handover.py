@@ -34,6 +34,7 @@ from services.node.core.microbatches import (
     Send,
     Yield,
 )
+from services.node.core.profile import token_s
 from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Sequence, sequence_key
@@ -63,8 +64,8 @@ def is_worth(
     `link_bytes_per_s`: 0: not known."""
     rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
     copy_s = ASKING_S + nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
-    token_s = next((m.prefill_s_per_token for m in profile.models if m.model_id == model_id), 0.0)
-    return not token_s or copy_s < positions * token_s
+    each_s = token_s(profile, model_id)
+    return not each_s or copy_s < positions * each_s
 
 
 def secret_of(submit: Submit) -> bytes:
