@@ -12,6 +12,7 @@ the beginning, since a page is of no use without those before it.
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
+from statistics import median
 from typing import Generic, TypeVar
 
 from services.node.core.kv import EVICTED_TOGETHER, PAGE, Restoration
@@ -73,19 +74,19 @@ class HostTier(Generic[Page]):
 
 
 class CopyRate:
-    """How fast pages were copied lately, in either direction."""
+    """How fast pages were copied lately, in either direction: the median, because a copy during
+    which the processor was taken away would make all others look slow."""
 
     def __init__(self) -> None:
-        self._copies: deque[tuple[int, float]] = deque(maxlen=COPIES)
+        self._rates: deque[float] = deque(maxlen=COPIES)
 
     def add(self, nbytes: int, seconds: float) -> None:
-        self._copies.append((nbytes, seconds))
+        if nbytes and seconds > 0:
+            self._rates.append(nbytes / seconds)
 
     @property
     def bytes_per_s(self) -> float:
-        seconds = sum(seconds for _, seconds in self._copies)
-        nbytes = sum(nbytes for nbytes, _ in self._copies)
-        return nbytes / seconds if nbytes and seconds else ASSUMED_BYTES_PER_S
+        return median(self._rates) if self._rates else ASSUMED_BYTES_PER_S
 
     def portion(self, page: int, within_s: float = PORTION_S) -> int:
         """How many pages of so many bytes are copied in this time. At least as many as are evicted
