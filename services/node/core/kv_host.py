@@ -21,12 +21,15 @@ from services.node.core.rows import SequenceKey
 from shared.ids import NO_ADAPTER, ModelId
 
 ASSUMED_BYTES_PER_S = 1e9
-"""How fast pages are copied, until it was measured."""
+"""How fast pages are copied, until `FEW` copies were measured."""
 PORTION_S = 0.01
 """For about so long steps wait for copies in one direction, if that is enough for the pages that
 are evicted together. More is copied after the next step."""
 COPIES = 32
 """The number of copies whose rate counts."""
+FEW = 5
+"""Fewer copies say too little of their rate: if the processor was taken away during the first, no
+further copy would be tried."""
 
 PageKey = tuple[ModelId, bytes]
 """(model, digest of all tokens up to the end of the page)"""
@@ -74,8 +77,7 @@ class HostTier(Generic[Page]):
 
 
 class CopyRate:
-    """How fast pages were copied lately, in either direction: the median, because a copy during
-    which the processor was taken away would make all others look slow."""
+    """How fast pages were copied lately, in either direction (the median)."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=COPIES)
@@ -86,7 +88,7 @@ class CopyRate:
 
     @property
     def bytes_per_s(self) -> float:
-        return median(self._rates) if self._rates else ASSUMED_BYTES_PER_S
+        return median(self._rates) if len(self._rates) >= FEW else ASSUMED_BYTES_PER_S
 
     def portion(self, page: int, within_s: float = PORTION_S) -> int:
         """How many pages of so many bytes are copied in this time. At least as many as are evicted
