@@ -238,6 +238,10 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     kv_share: Share = 1.0
     """The share of that memory which this node takes if `kv_bytes` is 0. Less than 1 if several
     nodes share a machine or a device."""
+    kv_host_bytes: Size = 0
+    """Memory of the machine for KV that has to leave `kv_bytes`: of sequences that are preempted,
+    and of prefixes that nobody uses. It comes back from there if copying takes less time than
+    computing, by what the node has measured. 0: it is computed again."""
     adapter_bytes: Size = 256 << 20
     """Memory for LoRA adapters, where the engine computes. Those that were used last stay in it."""
     slots: Count = 8

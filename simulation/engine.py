@@ -18,6 +18,7 @@ import xxhash
 
 from services.node.checkpoints.packing import digest
 from services.node.core.kv import Need, movable
+from services.node.core.kv_host import NoHostTier
 from services.node.engine.base import (
     Adapter,
     Bell,
@@ -101,7 +102,7 @@ class _Rider:
     draws: int
 
 
-class ModelledEngine:
+class ModelledEngine(NoHostTier):
     """Implements services.node.engine.base.Engine."""
 
     def __init__(

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from services.node.checkpoints.store import Imported, Store
+from services.node.core.profile import Profiler, token_s
 from services.node.engine.engine import TorchEngine
 from services.node.engine.linear import Form
 from services.node.engine.ranks import Ranks
@@ -44,7 +45,10 @@ class Ours:
         form: Form = "packed",
         speculation: int = 0,
         tensor_parallel: int = 1,
+        positions: int = 0,
+        kv_host_bytes: int = 0,
     ) -> None:
+        """`positions`: of KV; 0: as many as all slots can take."""
         manifest = imported.manifest
         self.model: ModelId = imported.model_id
         self.manifest = manifest
@@ -52,7 +56,16 @@ class Ours:
         context = int(manifest.config["max_position_embeddings"])
         self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
         ranks = Ranks(tensor_parallel, self._arena.memory) if tensor_parallel > 1 else None
-        self.engine = TorchEngine("cpu", slots * context, threads, cpu_weights=form, ranks=ranks)
+        self._profiler = Profiler()
+        self.engine = TorchEngine(
+            "cpu",
+            positions or slots * context,
+            threads,
+            cpu_weights=form,
+            kv_host_bytes=kv_host_bytes,
+            token_s=lambda model: token_s(self._profiler.profile(), model),
+            ranks=ranks,
+        )
         self.steps = Steps(
             node=NODE,
             engine=self.engine,
@@ -61,7 +74,7 @@ class Ours:
             speculation=speculation,
             send=lambda *_: None,
             emit=self._hear,
-            ran=lambda *_: self._swept(),
+            ran=self._swept,
         )
         self.steps.open_model(self.model, manifest)
         for index, block in enumerate(manifest.blocks):
@@ -157,5 +170,6 @@ class Ours:
         for token in message.tokens:
             self._answers[token.request].came.append(now)
 
-    def _swept(self) -> None:
+    def _swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._sweeps += 1
+        self._profiler.ran(model, share, tokens, seconds)

@@ -63,6 +63,26 @@ class NodeMetrics:
             lambda view: view.load.received_tokens,
         )
         counter(
+            "restored_kv_tokens",
+            "Tokens whose KV came back from host memory, so that they were not computed again",
+            lambda view: view.load.host_tier.tokens,
+        )
+        gauge(
+            "kv_host_bytes",
+            "Bytes of KV in host memory (`node.kv_host_bytes`)",
+            lambda view: view.load.host_tier.used,
+        )
+        counter(
+            "kv_host_saved_pages",
+            "Pages of KV copied to host memory",
+            lambda view: view.load.host_tier.saved,
+        )
+        counter(
+            "kv_host_restored_pages",
+            "Pages of KV copied back from host memory",
+            lambda view: view.load.host_tier.restored,
+        )
+        counter(
             "preemptions",
             "Times that a sequence gave its KV back to make room for others",
             lambda view: view.load.preemptions,

@@ -79,6 +79,9 @@ class WorkerListener(Protocol):
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
         """Whether to copy KV takes less time than to compute it."""
 
+    def token_s(self, model: ModelId) -> float:
+        """Seconds of prefill for a token, as measured. 0: not known."""
+
     def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         """A sweep is over: the share of the model's blocks that it ran, the mean of the tokens in
         them, and how long that took."""

@@ -63,6 +63,8 @@ class RealParts:
                 cpu_weights=config.cpu_weights,
                 shelf=shelf,
                 kept_bytes=config.arena_bytes,
+                kv_host_bytes=config.kv_host_bytes,
+                token_s=listener.token_s,
                 ranks=ranks,
             ),
             device=device,

@@ -10,7 +10,7 @@ from services.node.artefacts import Artefacts
 from services.node.attempts import Attempts
 from services.node.core.handover import copy_s, is_worth
 from services.node.core.known_answers import KnownAnswers
-from services.node.core.profile import Profiler
+from services.node.core.profile import Profiler, token_s
 from services.node.core.view import NodeView
 from services.node.core.watchdog import LOOK_S, Watchdog
 from services.node.doubt import Doubt
@@ -295,6 +295,9 @@ class NodeService(Service):
         if config.kv_moves == "never":
             return 0.0
         return copy_s(profile, config.link_bytes_per_s, nbytes)
+
+    def token_s(self, model: ModelId) -> float:
+        return token_s(self._statuses.profile, model)
 
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._profiler.ran(model, share, tokens, seconds)

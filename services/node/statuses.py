@@ -56,6 +56,7 @@ class Statuses:
         cause, self._cause, self._whole = cause or self._cause, "", False
         load = dataclasses.asdict(view.load)
         self.profile = self._measured(load.pop("kv_position_bytes"))
+        del load["host_tier"]  # only the node's metrics have it
         return NodeStatus(
             cause=cause,
             node=view.info.node,

@@ -27,6 +27,9 @@ class Control(Protocol):
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
         """Called on the engine's thread."""
 
+    def token_s(self, model: ModelId) -> float:
+        """Called on the engine's thread."""
+
     def swept(self, model: ModelId, share: float, tokens: float, seconds: float) -> None: ...
     def block_landed(self, landed: Arrival | PullFailure) -> None: ...
     def bytes_sent(self, began: float, ended: float, nbytes: int) -> None: ...
@@ -70,6 +73,9 @@ class Threads(WorkerListener, PlaneListener):
 
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
         return self._control.worth(model, positions, nbytes)
+
+    def token_s(self, model: ModelId) -> float:
+        return self._control.token_s(model)
 
     def ran(self, model: ModelId, share: float, tokens: float, seconds: float) -> None:
         self._call(self._control.swept, model, share, tokens, seconds)

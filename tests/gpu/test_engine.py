@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from services.local.demo_model import make_checkpoint
+from services.node.core.kv import PAGE
+from services.node.core.kv_host import ASSUMED_BYTES_PER_S, CopyRate
 from services.node.engine.base import Draw, Row
 from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
@@ -226,6 +228,47 @@ def test_graphs_are_recorded_while_another_thread_uses_cuda() -> None:
     path = Stages(model)
     path.stages = [(engine, 0, model.n_blocks)]
     assert path.generate(prompt, 20) == model.expected_tokens(prompt, 20)
+
+
+@pytest.mark.parametrize("portion", [1, 1000])
+def test_kv_comes_back_from_host_memory(portion: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sequence's pages are taken by another, come back while a third decodes, and give the tokens
+    of transformers."""
+    monkeypatch.setattr(CopyRate, "portion", lambda *_: portion)
+    model = make_model()
+    prompts = [random.Random(seed).choices(range(96), k=100) for seed in range(2)]
+    engine = TorchEngine("cuda:0", 20 * PAGE, threads=1, kv_host_bytes=1 << 24)
+    engine.open_model(MODEL, model.manifest)
+    for block, buffer in enumerate(model.buffers):
+        engine.attach(MODEL, block, torch.frombuffer(buffer, dtype=torch.uint8).to(CUDA))
+    decoding = Batch(model, engine, [[5, 6, 7]])
+    decoding.step([0])
+    for turn in range(6):
+        prompt, key = prompts[turn % 2], f"turn {turn}"
+        found = engine.adopt(MODEL, key, tuple(prompt), 512)
+        if (there := engine.restorable(MODEL, key, tuple(prompt), 512)) and there.worth:
+            more = True
+            while more:
+                found, more = engine.restore(key)
+                decoding.step([0])
+        (drawn,) = run(
+            engine, part([row(key, found, prompt[found:], draw=0)], 0, model.n_blocks)
+        ).sampled
+        assert list(drawn) == model.expected_tokens(prompt, 1)
+        engine.free((key,))
+        hog = f"hog {turn}"
+        tokens = random.Random(10 + turn).choices(range(96), k=17 * PAGE)
+        run(engine, part([row(hog, 0, tokens, draw=0)], 0, model.n_blocks))
+        engine.free((hog,))
+    torch.cuda.synchronize()
+    load = engine.host_tier
+    assert load.saved > 0
+    assert load.restored > 0
+    said = decoding.tokens[0]
+    assert said == [5, 6, 7, *model.expected_tokens([5, 6, 7], len(said) - 3)]
+    assert engine._kv.host is not None
+    engine._kv.host.copies.copy([])
+    assert engine._kv.host.copies.rate.bytes_per_s != ASSUMED_BYTES_PER_S
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -16,6 +16,7 @@ from services.gateway.core.requests import Request
 from services.node.core import microbatches
 from services.node.core.batching import Batcher
 from services.node.core.kv import Need
+from services.node.core.kv_host import NoHostTier
 from services.node.core.microbatches import Part
 from services.node.core.sequences import Sequence
 from shared.errors import BusTimeout, CapacityExceeded, LambdaScaleError
@@ -54,7 +55,7 @@ def instance(*nodes: int, state: InstanceState = InstanceState.SERVING, slots: i
     )
 
 
-class AmpleKv:
+class AmpleKv(NoHostTier):
     kv_capacity = 1 << 30
     kv_used = 0
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from services.node.core.kv import Need, whole_pages
+from services.node.core.kv_host import NoHostTier
 from services.node.engine.base import (
     Adapter,
     Bell,
@@ -211,7 +212,7 @@ def _values(part: StagePart) -> dict[SequenceKey, list[int]]:
     return {row.sequence: [int(next(numbers)) for _ in range(row.count)] for row in part.rows}
 
 
-class HashEngine:
+class HashEngine(NoHostTier):
     def __init__(self, kv_capacity: int = 10_000, *, floor_s: float = 0.0) -> None:
         """`floor_s`: what a sweep through a whole model should take."""
         self._kv_capacity = whole_pages(kv_capacity)

@@ -252,6 +252,15 @@ class Batcher:
         self._leader.line.take(parts)
         return tuple(self._speculated(parts))
 
+    def restore(self) -> list[Command]:
+        """Brings a portion of KV from host memory, between two sweeps."""
+        return self._leader.restore()
+
+    @property
+    def restoring(self) -> bool:
+        """Whether sequences wait for KV from host memory."""
+        return bool(self._leader.led.restoring)
+
     def join(self, model_id: ModelId, at: int, aboard: Iterable[Part]) -> tuple[Part, ...]:
         """The parts that may join a sweep which has come to block `at` with these parts aboard."""
         if not (self._follower.queue or self._leader.line):
@@ -370,6 +379,10 @@ class Batcher:
     @property
     def received_tokens(self) -> int:
         return self._leader.received_tokens
+
+    @property
+    def restored_tokens(self) -> int:
+        return self._leader.restored_tokens
 
     @property
     def tokens_proposed(self) -> int:

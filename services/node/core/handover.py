@@ -34,6 +34,7 @@ from services.node.core.microbatches import (
     Send,
     Yield,
 )
+from services.node.core.profile import token_s
 from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Sequence, sequence_key
@@ -62,8 +63,8 @@ def is_worth(
     the node that would compute it. A link that was not measured counts as fast, an engine as slow.
     `link_bytes_per_s`: 0: not known."""
     asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, nbytes)
-    token_s = next((m.prefill_s_per_token for m in profile.models if m.model_id == model_id), 0.0)
-    return not token_s or asked_s < positions * token_s
+    each_s = token_s(profile, model_id)
+    return not each_s or asked_s < positions * each_s
 
 
 def copy_s(profile: Profile, link_bytes_per_s: int, nbytes: int) -> float:

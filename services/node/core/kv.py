@@ -1,6 +1,7 @@
 """The scheduler's view of the KV cache of its node's engine."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Protocol
 
 from services.node.core.rows import SequenceKey
@@ -8,6 +9,10 @@ from shared.ids import NO_ADAPTER, ModelId
 
 PAGE = 16
 """Positions of a page. KV is taken, shared and given back in whole pages."""
+
+EVICTED_TOGETHER = 16
+"""Pages evicted at a time. Those of one ended sequence are neighbours, so whoever takes them gets
+one piece."""
 
 
 def pages_of(positions: int) -> int:
@@ -68,6 +73,22 @@ def movable(tokens: int) -> int:
     return (tokens - 1) // PAGE * PAGE
 
 
+@dataclass(frozen=True, slots=True)
+class Restoration:
+    """What host memory has of a sequence's KV, and what it takes to have it on the device."""
+
+    positions: int
+    copy_s: float
+    """Seconds to copy it."""
+    compute_s: float
+    """Seconds to compute it. 0: not known, which counts as long."""
+
+    @property
+    def worth(self) -> bool:
+        """Whether it is copied."""
+        return not self.compute_s or self.copy_s < self.compute_s
+
+
 class Kv(Protocol):
     """Implemented by an engine. All numbers are positions of whole pages. The models that are open
     share the memory (kv_slabs.py says how)."""
@@ -114,6 +135,21 @@ class Kv(Protocol):
         cached beginning of `tokens`, but never of all of them. Only what was computed with the same
         adapter counts. Returns the number of its positions.
         0: nothing is cached, and the sequence is not known yet."""
+
+    def restorable(
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> Restoration | None:
+        """What host memory has of the KV that follows what `adopt` found for the same sequence. If
+        it is worth copying, the sequence is started, and `restore` brings it."""
+
+    def restore(self, key: SequenceKey) -> tuple[int, bool]:
+        """Brings a portion of what is restorable. Returns (the positions that the sequence has now,
+        whether more come with the next call). If it has none in the end, it is not known."""
 
     def receive(
         self,

@@ -22,8 +22,9 @@ so a long prompt has its turn even if short ones keep coming.
 
 KV is not reserved for what an attempt may come to. When pages run out later, attempts are
 preempted: their KV is freed everywhere. Those that this node runs alone go back to the head of the
-queue, and their tokens so far are prefilled again. Those on paths go back to their gateway, since
-other instances may have room.
+queue. When they begin again, pages that are still cached are used as they are, those that went to
+host memory are copied, and the rest of their tokens so far is prefilled. Those on paths go back to
+their gateway, since other instances may have room.
 """
 
 from collections.abc import Collection, Iterable
@@ -56,6 +57,7 @@ from services.node.core.microbatches import (
     Sampled,
     Send,
     Settled,
+    Weighed,
     Yield,
     Yielded,
     frees,
@@ -102,6 +104,8 @@ class Leader:
         """What `preparing` sequences take over."""
         self.line = line
         self._lendings = lendings
+        self._weighed: list[Command] = []
+        """What was weighed since the last step."""
         self._short = False
         """Whether some waited for KV at the last step."""
         self._attempts: Recent[RequestId, int] = Recent()
@@ -112,7 +116,8 @@ class Leader:
         self.cached_tokens = 0
         """How many of `prompt_tokens` had cached KV."""
         self.received_tokens = 0
-        """Tokens whose KV came from another node."""
+        """Tokens whose KV came from another node, and in `restored_tokens` from host memory."""
+        self.restored_tokens = 0
         self.proposed = 0
         """Tokens that were proposed and run."""
         self.accepted = 0
@@ -243,10 +248,38 @@ class Leader:
                 sequence.limit,
                 sequence.submit.adapter,
             )
+            self._weigh(sequence)
             self._begin(sequence, tick)
         if short or self._short:
             self._kv.make_room(short)
         self._short = bool(short)
+
+    def _weigh(self, sequence: Sequence) -> None:
+        """More of its KV may come from host memory, if that takes less time than to compute it."""
+        submit = sequence.submit
+        found = self._kv.restorable(
+            submit.model_id, sequence.key, sequence.reusable, sequence.limit, submit.adapter
+        )
+        if found is not None:
+            sequence.restoring = found.worth
+            cause = submit.cause or submit.request
+            self._weighed.append(Weighed(sequence.key, found, submit.trace, cause=cause))
+
+    def restore(self) -> list[Command]:
+        """Brings a portion of the KV of the sequence that has waited longest for its KV to come
+        from host memory."""
+        for sequence in [*self.led.restoring.values()][:1]:
+            position, sequence.restoring = self._kv.restore(sequence.key)
+            came = position - sequence.position
+            sequence.position = position
+            self.restored_tokens += came
+            if not sequence.preempted:
+                sequence.cached += came
+                self.cached_tokens += came
+            if not sequence.restoring:
+                del self.led.restoring[sequence.key]
+        told, self._weighed = self._weighed, []
+        return told
 
     def _begin(self, sequence: Sequence, tick: int) -> None:
         """The cache was asked only for sequences that this node runs alone: on a path all stages

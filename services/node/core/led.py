@@ -18,6 +18,8 @@ class Led:
         self.waiting: deque[Sequence] = deque()
         """Sequences that this node runs alone, and that it has no KV for yet."""
         self.running: dict[SequenceKey, Sequence] = {}
+        self.restoring: dict[SequenceKey, Sequence] = {}
+        """Those of them whose KV comes from host memory, in the order in which they began."""
         self.lanes: dict[Path, Lane] = {}
 
     def __iter__(self) -> Iterator[Sequence]:
@@ -48,6 +50,8 @@ class Led:
     def run(self, sequence: Sequence) -> None:
         sequence.to(State.RUNNING)
         self.running[sequence.key] = sequence
+        if sequence.restoring:
+            self.restoring[sequence.key] = sequence
         self._join_lane(sequence)
 
     def _join_lane(self, sequence: Sequence) -> None:
@@ -73,6 +77,7 @@ class Led:
         if self.running.pop(sequence.key, None) is None:
             self.waiting.remove(sequence)
             return
+        self.restoring.pop(sequence.key, None)
         self._leave_lane(sequence)
 
     def validate(self) -> None:
@@ -99,6 +104,8 @@ class Led:
         assert laned == len(self.running), "running is being in a lane"
         for sequence in self.running.values():
             _validate_running(sequence)
+            assert sequence.restoring == (sequence.key in self.restoring)
+        assert self.restoring.keys() <= self.running.keys()
 
 
 def _validate_attempts(submits: Iterable[Submit]) -> None:
@@ -117,6 +124,8 @@ def _validate_running(sequence: Sequence) -> None:
     assert not sequence.unanswered, "a sequence runs on a path that may lack room"
     assert (sequence.flight is None) == (sequence.row is None)
     assert sequence.flight is not None or not sequence.in_line
+    assert not sequence.restoring or sequence.flight is None, "it runs without its KV"
+    assert not sequence.restoring or not sequence.path.followers, "other stages lack its KV"
     assert sequence.prompt <= len(sequence.tokens), "a sequence lost tokens"
     assert 0 <= sequence.position < len(sequence.tokens), "nothing is left to run"
     if row := sequence.row:

@@ -7,6 +7,20 @@ from shared.ids import ModelId
 
 
 @dataclass(frozen=True, slots=True)
+class HostTierLoad:
+    """The host tier of KV: see `services.node.core.kv_host`."""
+
+    nbytes: int = 0
+    """Its size; 0: there is none."""
+    used: int = 0
+    saved: int = 0
+    """Pages copied to it since the start, and in `restored` those copied back."""
+    restored: int = 0
+    tokens: int = 0
+    """Tokens of sequences that went on with KV from it, since the start."""
+
+
+@dataclass(frozen=True, slots=True)
 class WorkerLoad:
     running: int = 0
     """Sequences that this node leads or is a stage of."""
@@ -28,6 +42,7 @@ class WorkerLoad:
     kv_sent_bytes: int = 0
     """Bytes of KV that other nodes were lent since the start, and that came from others."""
     kv_received_bytes: int = 0
+    host_tier: HostTierLoad = HostTierLoad()
     preemptions: int = 0
     """How often since the start a sequence gave its KV back to make room for others."""
     tokens_proposed: int = 0

@@ -4,8 +4,8 @@ shell.
 `Admit`, `Admitted`, `Pull`, `Forward`, `Sampled`, `Free`, `Failed` and the messages about KV that
 moves (`services.node.core.handover`) cross between nodes
 (`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare`, `Lend`,
-`Bring`, `Return`, `Settled` and `Emit` are commands of the scheduler; each names its cause, and a
-message carries that of its `Send` along.
+`Bring`, `Return`, `Settled`, `Weighed` and `Emit` are commands of the scheduler; each names its
+cause, and a message carries that of its `Send` along.
 The scheduler passes hidden states on and never looks inside.
 """
 
@@ -17,6 +17,7 @@ from typing import Protocol
 
 import msgspec
 
+from services.node.core.kv import Restoration
 from services.node.core.rows import Context, Row, SequenceKey
 from shared.ids import GatewayId, ModelId
 from shared.messages.instances import Stage
@@ -392,6 +393,16 @@ class Settled(_Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Weighed(_Command):
+    """Tell what it costs to copy the sequence's KV from host memory, and to compute it: the cheaper
+    is done."""
+
+    sequence: SequenceKey
+    restoration: Restoration
+    trace: str
+
+
+@dataclass(frozen=True, slots=True)
 class Emit(_Command):
     """Send this to a gateway."""
 
@@ -399,7 +410,7 @@ class Emit(_Command):
     what: Token | AttemptFailed | Scores
 
 
-Command = Send | Release | Prepare | Lend | Bring | Return | Settled | Emit
+Command = Send | Release | Prepare | Lend | Bring | Return | Settled | Weighed | Emit
 
 
 class Finish(enum.Enum):

@@ -216,6 +216,11 @@ class Profiler:
             )
 
 
+def token_s(profile: Profile, model_id: ModelId) -> float:
+    """Seconds of prefill for a token; 0: not known."""
+    return next((m.prefill_s_per_token for m in profile.models if m.model_id == model_id), 0.0)
+
+
 def _weighted_median(values: list[tuple[float, float]]) -> float:
     """The median of (value, weight) pairs: half of the weight lies on either side."""
     half, seen = sum(weight for _, weight in values) / 2, 0.0

@@ -89,7 +89,10 @@ class Sequence:
     """When it last became ready."""
     position: int = 0
     cached: int = 0
-    """Tokens whose KV was cached, or came from another node, when it first began to run."""
+    """Tokens whose KV was cached, here or in host memory, or came from another node, when it first
+    began to run."""
+    restoring: bool = False
+    """Whether more of its KV comes from host memory, so that it cannot run yet."""
     yields_to: Yield | None = None
     """It ends when the step that it is in is over, because another node has its KV."""
     received: int = 0
@@ -168,7 +171,11 @@ class Sequence:
     @property
     def started(self) -> bool:
         """Whether some stage may hold KV of it."""
-        return self.position > 0 or self.flight is not None
+        return self.position > 0 or self.restoring or self.flight is not None
+
+    @property
+    def may_depart(self) -> bool:
+        return self.flight is None and not self.restoring
 
     @property
     def scoring(self) -> bool:
@@ -283,7 +290,7 @@ class Sequence:
         self.preempted += 1
         self.rename()
         self.prompt, self.position, self.received = len(self.tokens), 0, 0
-        self.flight, self.row, self.in_line = None, None, False
+        self.flight, self.row, self.in_line, self.restoring = None, None, False, False
 
     def rename(self) -> None:
         """What was said about it so far is not meant for it any more."""
@@ -341,7 +348,7 @@ class Lane:
         form."""
         if len(self.flights) >= self.depth:
             return None
-        since = min((s.ready for s in self.sequences.values() if s.flight is None), default=None)
+        since = min((s.ready for s in self.sequences.values() if s.may_depart), default=None)
         return None if since is None else max(since, self.formed)
 
     def form(self, batch: int, prompt_budget: int, tick: int) -> Part:
@@ -350,9 +357,7 @@ class Lane:
         score_budget = SCORED_POSITIONS
         vectors = VECTORS if self.path.followers else len(self.sequences)
         share = -(-len(self.sequences) // self.depth)
-        ready = sorted(
-            (s for s in self.sequences.values() if s.flight is None), key=lambda s: s.turn
-        )
+        ready = sorted((s for s in self.sequences.values() if s.may_depart), key=lambda s: s.turn)
         if prompt_budget or all(sequence.decodes for sequence in ready):
             self.formed = tick
         rows: list[Row] = []

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from services.node.core.kv import Kv
+from services.node.core.load import HostTierLoad
 from services.node.core.rows import Context, Draw, Row, Score, SequenceKey
 from services.node.engine.bell import Bell
 from services.node.engine.kv_loan import KvLoan
@@ -180,6 +181,10 @@ class Engine(Kv, Protocol):
 
     def give_back(self, loan: KvLoan) -> None:
         """The loan is over: nobody copies from or to it any more."""
+
+    @property
+    def host_tier(self) -> HostTierLoad:
+        """What lies in the host tier of KV."""
 
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         """Forgets sequences and frees their pages. Unknown sequences are ignored."""

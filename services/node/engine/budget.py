@@ -41,6 +41,7 @@ class KvBudget:
 def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
     """Reads the budget from the settings, or from what is left once the arenas are taken.
     CapacityExceeded if that is not enough."""
+    _check_host_tier(config)
     left, reserve, where = _left(config, device)
     nbytes = config.kv_bytes or int((left - reserve) * config.kv_share)
     if config.kv_bytes > left:
@@ -56,12 +57,23 @@ def kv_budget(config: NodeConfig, device: torch.device) -> KvBudget:
     return KvBudget(nbytes)
 
 
+def _check_host_tier(config: NodeConfig) -> None:
+    if config.kv_host_bytes and config.kv_host_bytes > (left := host_memory().left):
+        raise CapacityExceeded(
+            f"node.kv_host_bytes is {config.kv_host_bytes}, and {left} bytes are left of this "
+            f"machine's memory: lower node.kv_host_bytes"
+        )
+
+
 def _left(config: NodeConfig, device: torch.device) -> tuple[int, int, str]:
     """(bytes available, bytes to keep free, name of the memory for messages)."""
     if device.type == "cuda":
         left, whole = torch.cuda.mem_get_info(device)
         return left, int(RESERVE * whole), f"{device}'s memory"
     left, whole = host_memory()
-    left = max(0, left - int(COPIES[config.cpu_weights] * config.arena_bytes))
+    taken = int(COPIES[config.cpu_weights] * config.arena_bytes) + config.kv_host_bytes
+    left = max(0, left - taken)
     where = f"this machine's memory beside weights ({config.cpu_weights}: node.cpu_weights)"
+    if config.kv_host_bytes:
+        where += " and node.kv_host_bytes"
     return left, int(RESERVE * whole), where

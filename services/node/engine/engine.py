@@ -12,7 +12,8 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.kv import PAGE, Need, movable
+from services.node.core.kv import PAGE, Need, Restoration, movable
+from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.base import Context, SequenceKey, Weights
@@ -20,6 +21,7 @@ from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
+from services.node.engine.kv_host import KvHost
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
@@ -65,6 +67,8 @@ class TorchEngine:
         capture: "Capture | None" = None,
         shelf: Shelf | None = None,
         kept_bytes: int = 0,
+        kv_host_bytes: int = 0,
+        token_s: Callable[[ModelId], float] = lambda model_id: 0.0,
         ranks: Ranks | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
@@ -73,8 +77,9 @@ class TorchEngine:
         on a CPU. `capture`: how decode steps are recorded; None lets the device decide. Given
         on a CPU, it makes the kernels for GPUs run there, in Triton's interpreter. `shelf`: for
         packed weights. `kept_bytes`: this much of the packed weights is kept while their
-        blocks are away. `ranks`: those that run decoders together with this one. Make the
-        engine on the thread that calls it."""
+        blocks are away. `kv_host_bytes`: the host tier of KV; 0: none. `token_s`: seconds of
+        prefill for a token of a model, as measured; 0: not known. `ranks`: those that run decoders
+        together with this one. Make the engine on the thread that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
             capture = capture or _own_stream(self._device)
@@ -89,7 +94,8 @@ class TorchEngine:
         self._ranks = ranks
         share = ranks.share if ranks else WHOLE
         self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes, share)
-        self._kv = KvCache(kv, self._device, ranks.cache if ranks else None)
+        host = KvHost(kv_host_bytes, self._device, token_s) if kv_host_bytes else None
+        self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
         if ranks is not None:
@@ -238,6 +244,8 @@ class TorchEngine:
         return frozenset(model.blocks) if model else frozenset()
 
     def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None:
+        if self._kv.host is not None:
+            self._kv.host.copies.settle()
         if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
@@ -308,11 +316,45 @@ class TorchEngine:
             self._kv.free((key,))
         return found
 
+    def restorable(
+        self,
+        model_id: ModelId,
+        key: SequenceKey,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> Restoration | None:
+        if self._kv.host is None or not tokens:
+            return None
+        sequence = self._kv.find(key)
+        if sequence is None:
+            blocks = (0, self._model(model_id).manifest.n_blocks)
+            layers = self._model(model_id).layers_with_kv(*blocks)
+            sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
+        found = self._kv.restorable(sequence, tokens)
+        if not sequence.length and not (found and found.worth):
+            self._kv.free((key,))
+        return found
+
+    def restore(self, key: SequenceKey) -> tuple[int, bool]:
+        sequence = self._kv.find(key)
+        if sequence is None:
+            raise NotFound(f"there is no KV of sequence {key}")
+        more = self._kv.restore(sequence)
+        return sequence.length, more
+
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         self._kv.free(sequences)
         for model in self._models.values():
             model.processors.free(sequences)
             model.sums.free(sequences)
+
+    @property
+    def host_tier(self) -> HostTierLoad:
+        host = self._kv.host
+        if host is None:
+            return HostTierLoad()
+        return HostTierLoad(host.tier.nbytes, host.tier.used, host.saved, host.restored)
 
     @property
     def kv_used(self) -> int:
@@ -344,6 +386,8 @@ class TorchEngine:
         return bool(model.layers_with_kv(start, stop))
 
     def begin(self, model_id: ModelId) -> TorchSweep:
+        if self._kv.host is not None:
+            self._kv.host.begin_step()
         return TorchSweep(model_id, self._kv, self._model, self._adapters, self._step_floor_s)
 
     @torch.inference_mode()

@@ -24,17 +24,19 @@ one of the slab. So the memory begins with a slab that no model has and nobody w
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from hashlib import blake2b
 
 import torch
 
-from services.node.core.kv import PAGE, Need, pages_of
+from services.node.core.kv import PAGE, Need, Restoration, pages_of
 from services.node.core.kv_slabs import Slabs
 from services.node.engine.base import SequenceKey
 from services.node.engine.budget import KvBudget
+from services.node.engine.kv_host import KvHost, Pair, page_of
 from services.node.engine.kv_loan import KvLoan
 from services.node.engine.kv_model import KvModel
-from services.node.engine.kv_sequence import KvSequence
+from services.node.engine.kv_sequence import KvSequence, Restoring
 from services.node.engine.pages import Pages
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import NO_ADAPTER, ModelId
@@ -50,8 +52,10 @@ class KvCache:
         budget: KvBudget | int,
         device: torch.device,
         allocate: Callable[[int], torch.Tensor] | None = None,
+        host: KvHost | None = None,
     ) -> None:
-        """`allocate`: where the memory comes from, if not from torch."""
+        """`allocate`: where the memory comes from, if not from torch. `host`: keeps what is evicted
+        here."""
         self.changes = 0
         """Grows when sequences end: whatever was planned with an older value is outdated."""
         self._budget = budget
@@ -59,6 +63,7 @@ class KvCache:
         self._allocate = allocate or (
             lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
         )
+        self.host = host
         self._memory: torch.Tensor | None = None
         self._slabs = Slabs(0)
         self._slab_bytes = 0
@@ -66,6 +71,7 @@ class KvCache:
         """Bytes of a page of the model that opened first."""
         self._models: dict[ModelId, KvModel] = {}
         self._sequences: dict[SequenceKey, KvSequence] = {}
+        self._restoring: dict[SequenceKey, Restoring] = {}
 
     @property
     def capacity(self) -> int:
@@ -163,7 +169,10 @@ class KvCache:
             )
         self._slabs.open(model_id, weight)
         pages = Pages(
-            per_slab, len(layers), lambda slab: -(-(slab + 1) * self._slab_bytes // piece)
+            per_slab,
+            len(layers),
+            lambda slab: -(-(slab + 1) * self._slab_bytes // piece),
+            partial(self._leave, model_id),
         )
         form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}"
         self._models[model_id] = KvModel(
@@ -253,6 +262,75 @@ class KvCache:
             sequence.known, sequence.digest = sequence.known + 1, digest
             sequence.length += PAGE
         return sequence.length
+
+    def restorable(self, sequence: KvSequence, tokens: tuple[int, ...]) -> Restoration | None:
+        """What host memory has of the pages of `tokens` after those that `adopt` found. If it is
+        worth it, `restore` brings them."""
+        if self.host is None:
+            return None
+        model_id, model = sequence.model_id, self._models[sequence.model_id]
+        digests, digest, copied = list[bytes](), sequence.digest, 0
+        for start in range(sequence.length, len(tokens) - PAGE, PAGE):
+            digest = _chained(digest, tokens[start : start + PAGE])
+            if model.pages.find(digest) is None:
+                if self.host.tier.find((model_id, digest)) is None:
+                    break
+                copied += 1
+            digests.append(digest)
+        if not copied:
+            return None
+        found = self.host.restoration(model_id, len(digests), copied * model.page_bytes)
+        if found.worth:
+            self.host.tier.touch((model_id, digest) for digest in reversed(digests))
+            self._restoring[sequence.key] = Restoring(digests)
+        return found
+
+    def restore(self, sequence: KvSequence) -> bool:
+        """Brings the next portion of the sequence's pages from host memory, as far as they are
+        still there and the model may take pages for them. Returns whether more will come. The
+        sequence has the positions that are whole."""
+        assert self.host is not None
+        restoring = self._restoring[sequence.key]
+        self._arrive(sequence, restoring)
+        if self.host.bring(self._coming(sequence, restoring, self.host)):
+            self._arrive(sequence, restoring)
+        if restoring.digests or restoring.coming:
+            return True
+        del self._restoring[sequence.key]
+        if not sequence.length:
+            self.free((sequence.key,))
+        return False
+
+    def _coming(self, sequence: KvSequence, restoring: Restoring, host: KvHost) -> list[Pair]:
+        """Gives the sequence pages for the next portion, and returns what has to be copied."""
+        model_id, model = sequence.model_id, self._models[sequence.model_id]
+        pairs: list[Pair] = []
+        most = host.begin_portion(model.page_bytes)
+        while restoring.digests and len(pairs) < most:
+            digest = restoring.digests.popleft()
+            page, source = model.pages.find(digest), host.tier.find((model_id, digest))
+            if page is not None:  # another sequence has computed or restored it meanwhile
+                if model.pages.read(page):
+                    self._slabs.begin(model.pages.slab_of(page))
+            elif source is not None and self.free_for(model_id) > 0:
+                (page,) = self._take(sequence, 1)
+                pairs.append((page_of(model, page), source))
+            else:
+                restoring.digests.clear()
+                break
+            sequence.pages.append(page)
+            restoring.coming.append((page, digest))
+        return pairs
+
+    def _arrive(self, sequence: KvSequence, restoring: Restoring) -> None:
+        """What was copied last is whole: it can be read and shared from now on."""
+        assert self.host is not None
+        self.host.copies.settle()
+        for page, digest in restoring.coming:
+            self._models[sequence.model_id].pages.keep(page, digest)
+            sequence.known, sequence.digest = sequence.known + 1, digest
+            sequence.length += PAGE
+        restoring.coming.clear()
 
     def position_bytes(self, model_id: ModelId) -> int:
         """Bytes of one position in all layers."""
@@ -377,6 +455,8 @@ class KvCache:
     def free(self, keys: tuple[SequenceKey, ...]) -> None:
         for key in keys:
             sequence = self._sequences.pop(key, None)
+            if self._restoring.pop(key, None) is not None and self.host is not None:
+                self.host.copies.settle()
             if sequence is not None:
                 sequence.live = False
                 self.changes += 1
@@ -416,6 +496,10 @@ class KvCache:
             if self._slabs.is_leaving(slab) and not self._slabs.is_used(slab):
                 pages.drop_slab(slab)
                 self._slabs.give(slab)
+
+    def _leave(self, model_id: ModelId, evicted: list[tuple[int, bytes]]) -> None:
+        if self.host is not None:
+            self.host.save(model_id, self._models[model_id], evicted)
 
     def _vacate(self, slab: int) -> None:
         """Nothing more is put into the slab. It changes hands once no sequence uses it."""

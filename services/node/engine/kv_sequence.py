@@ -1,5 +1,7 @@
 """A sequence's share of the KV cache: the pages in which its positions lie."""
 
+from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -65,3 +67,13 @@ class KvSequence:
             else:
                 found.append(Run(slot, first, first + PAGE))
         return found
+
+
+class Restoring:
+    """A sequence whose pages come from host memory."""
+
+    def __init__(self, digests: Iterable[bytes]) -> None:
+        self.digests = deque(digests)
+        """Of the pages that it gets next."""
+        self.coming: list[tuple[int, bytes]] = []
+        """The pages that it has got, with their digests, which may not be whole yet."""

@@ -4,7 +4,8 @@ Sharing: a full page whose tokens are known is kept under a digest of all tokens
 chained page by page (as in vLLM's prefix caching), and read by every sequence that begins with the
 same tokens. A shared page is never written: a sequence writes only behind its last page, and takes
 a page of its own where it departs from the cached tokens. When its last reader has ended, a page
-stays until its memory is needed; the least recently used page goes first. A sequence gives its last
+stays until its memory is needed; the least recently used page goes first, to host memory if there
+is a host tier. A sequence gives its last
 pages back first, so that the end of a prefix goes before its beginning.
 
 Placement: neighbouring pages are read as one strided view (attention.py). So the next page of a
@@ -18,10 +19,9 @@ once no part of it is used. A number stands for a page or for a part: see kv.py.
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
+from itertools import islice
 
-EVICTED_TOGETHER = 16
-"""Pages evicted at a time. Those of one ended sequence are neighbours, so whoever takes them gets
-one piece."""
+from services.node.core.kv import EVICTED_TOGETHER
 
 
 class FreePages:
@@ -77,11 +77,19 @@ class Pages:
     """Which pages of a model are free, used or cached. A slab that belongs to the model has
     `per_slab` pages, which are neighbours."""
 
-    def __init__(self, per_slab: int, layers: int, first_of: Callable[[int], int]) -> None:
-        """`layers`: that a page has. `first_of`: the first page of a slab."""
+    def __init__(
+        self,
+        per_slab: int,
+        layers: int,
+        first_of: Callable[[int], int],
+        leave: Callable[[list[tuple[int, bytes]]], None] = lambda evicted: None,
+    ) -> None:
+        """`layers`: that a page has. `first_of`: the first page of a slab. `leave` is told which
+        cached pages are about to be evicted, with their digests, the least recently used first."""
         self.per_slab = per_slab
         self.layers = layers
         self._first_of = first_of
+        self._leave = leave
         self._slab_of: dict[int, int] = {}
         """The slab of each page that the model may use."""
         self._free = FreePages()
@@ -137,8 +145,7 @@ class Pages:
         sequences use stay theirs."""
         first = self._first_of(slab)
         stop = first + self.per_slab
-        for page in [page for page in self._idle if first <= page < stop]:
-            self._evict(page)
+        self._evict([page for page in self._idle if first <= page < stop])
         for page in range(first, stop):
             self._forget(page)
             for part in self._parts_of(page):
@@ -171,8 +178,7 @@ class Pages:
         whole = self.pages_for(count, parts)
         if whole > self._free.count:
             wanted = max(whole - self._free.count, EVICTED_TOGETHER)
-            for _ in range(min(wanted, len(self._idle))):
-                self._evict(next(iter(self._idle)))
+            self._evict(list(islice(self._idle, wanted)))
         if parts == 1:
             pages = self._free.take(count, after)
         else:
@@ -253,10 +259,12 @@ class Pages:
         if digest not in self._page_of and self._slab_of[page] not in self._closed:
             self._page_of[digest], self._prefix_of[page] = page, digest
 
-    def _evict(self, page: int) -> None:
-        del self._idle[page]
-        self._forget(page)
-        self._free.add(page, page + 1)
+    def _evict(self, pages: list[int]) -> None:
+        self._leave([(page, self._prefix_of[page]) for page in pages])
+        for page in pages:
+            del self._idle[page]
+            self._forget(page)
+            self._free.add(page, page + 1)
 
     def _forget(self, page: int) -> None:
         if (digest := self._prefix_of.pop(page, None)) is not None:

@@ -13,6 +13,7 @@ everything that runs and waits, and gateways resume it elsewhere. Each error is 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import ClassVar
 
@@ -41,6 +42,7 @@ from services.node.core.microbatches import (
     Send,
     Settled,
     StageMessage,
+    Weighed,
     Yield,
 )
 from services.node.core.rows import SequenceKey, request_of
@@ -60,6 +62,7 @@ from services.node.execution.stage_spans import StageSpans
 from services.node.execution.sweeps import Ran, Sweeps, failure_of, rows_of, tensor_of
 from services.node.transport.base import Buffer
 from shared import telemetry
+from shared.clock import wall_ns
 from shared.errors import (
     CapacityExceeded,
     EngineFailed,
@@ -296,6 +299,7 @@ class Steps:
             received_tokens=self._batcher.received_tokens,
             kv_sent_bytes=self._kv_moves.sent_bytes,
             kv_received_bytes=self._kv_moves.received_bytes,
+            host_tier=replace(self._engine.host_tier, tokens=self._batcher.restored_tokens),
             preemptions=self._batcher.preemptions,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
@@ -384,6 +388,8 @@ class Steps:
                 self._tell(cause, "waits for nothing of other nodes any more", key)
                 if settled := self._unsettled.pop(key, None):
                     settled(command.over)
+            case Weighed():
+                self._tell_weighed(command)
             case Emit():
                 self._tell_end(command)
                 self._out.put(command)
@@ -420,6 +426,28 @@ class Steps:
                 self._tell(command.cause, text, key)
             case Yield(taker=key):
                 self._tell(command.cause, f"has its KV, and takes over from {command.address}", key)
+
+    def _tell_weighed(self, command: Weighed) -> None:
+        found = command.restoration
+        way = "is copied from host memory" if found.worth else "is computed again"
+        costs = f"{found.copy_s:.2g} s to copy, {found.compute_s:.2g} s to compute"
+        self._tell(
+            command.cause, f"KV of {found.positions} tokens {way}: {costs}", command.sequence
+        )
+        if command.trace:
+            now = wall_ns()
+            telemetry.record(
+                "kv_restore",
+                start_ns=now,
+                end_ns=now,
+                parent=command.trace,
+                attributes={
+                    "tokens": found.positions,
+                    "copy_s": found.copy_s,
+                    "compute_s": found.compute_s,
+                    "copied": found.worth,
+                },
+            )
 
     def _trace_received(self, message: StageMessage) -> None:
         match message:
@@ -469,7 +497,7 @@ def _sequences_of(command: Command) -> tuple[SequenceKey, ...]:
             return command.sequences
         case Prepare() | Bring():
             return (command.sequence,)
-        case Lend() | Return() | Settled():
+        case Lend() | Return() | Settled() | Weighed():
             return ()
         case Send():
             return command.message.keys

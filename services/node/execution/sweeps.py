@@ -69,9 +69,10 @@ class Sweeps:
         run = self._run
         self._do(self._batcher.pull(run.parts.values() if run else ()))
         if run is None:
+            self._do(self._batcher.restore())
             parts = self._batcher.take()
             if not parts:
-                return None
+                return now if self._batcher.restoring else None
             model_id = parts[0].model_id
             run = self._run = _Run(model_id, self._engine.begin(model_id), now)
         else:

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from services.node.core.kv import PAGE, Need, movable, pages_of, whole_pages
+from services.node.core.kv import PAGE, Need, Restoration, movable, pages_of, whole_pages
 from services.node.core.microbatches import (
     Part,
 )
@@ -53,6 +53,8 @@ class CheckedEngine:
     """How many positions of each sequence."""
     filled: dict[str, set[int]] = field(default_factory=dict)
     """Blocks for which a sequence's KV has come from other nodes."""
+    restoring: dict[str, int] = field(default_factory=dict)
+    """Sequences whose KV comes from host memory, with the positions that lie there."""
     moved: int = 0
     """How many sequences go on with KV from other nodes."""
     blocks: set[int] = field(default_factory=set)
@@ -107,6 +109,42 @@ class CheckedEngine:
             self.made.add(key)
             self.kv[key] = (found, found, limit)
         return found
+
+    def restorable(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> Restoration | None:
+        """Now and then something lies in host memory, and mostly it is worth copying."""
+        assert key not in self.restoring
+        had, end = self.kv.get(key, (0, 0, 0))[0], movable(len(tokens))
+        if end <= had or (len(tokens) + len(self.made)) % 2:
+            return None
+        found = Restoration(end - had, 1.0, len(tokens) % 5)
+        if found.worth:
+            self.restoring[key] = end
+            self.kv[key] = (had, had, limit)
+        return found
+
+    def restore(self, key: str) -> tuple[int, bool]:
+        """Page by page. Some of it may be gone by now."""
+        had, _, limit = self.kv[key]
+        now = had + PAGE
+        gone = self.kv_used + PAGE > self.kv_capacity or (now + len(self.made)) % 7 == 0
+        if gone:
+            now = had
+        else:
+            self.made.add(key)
+        self.kv[key] = (now, now, limit)
+        more = now < self.restoring[key] and not gone
+        if not more:
+            del self.restoring[key]
+            if not now:
+                del self.kv[key]
+        return now, more
 
     def position_bytes(self, model_id: ModelId) -> int:
         return 1

@@ -24,6 +24,7 @@ from services.node.core.microbatches import (
     Send,
     Settled,
     StageMessage,
+    Weighed,
     Yield,
     Yielded,
 )
@@ -197,12 +198,13 @@ class Network:
         """Begins a sweep; whether there was anything for it."""
         node = self.nodes[name]
         self.do(name, node.batcher.pull(()))
+        self.do(name, node.batcher.restore())
         parts = node.batcher.take()
         node.batcher.validate()
         if parts:
             node.sweep = Sweep(parts[0].model_id)
             self.join(name, node.sweep, parts)
-        return bool(parts)
+        return bool(parts) or node.batcher.restoring
 
     def advance(self, name: str) -> None:
         """Runs one block."""
@@ -261,6 +263,7 @@ class Network:
                     assert key not in node.released, "freed twice"
                     node.released.add(key)
                     node.engine.kv.pop(key, None)
+                    node.engine.restoring.pop(key, None)
             elif isinstance(command, Prepare):
                 assert command.context.has_grammar
                 node.preparing.append(command)
@@ -274,6 +277,8 @@ class Network:
                 node.unsettled.remove(command.sequence)
             elif isinstance(command, Return):
                 assert command.region
+            elif isinstance(command, Weighed):
+                assert command.restoration.positions
             else:
                 self.sent(name, command)
 

@@ -1,9 +1,14 @@
 """What a node shows at /metrics."""
 
+from functools import partial
 from pathlib import Path
 
+from services.node.core.kv import PAGE
 from tests.support.pages import page
 from tests.unit.node.cluster import ALL, BLOCKS, NAME, nodes
+
+PAGE_BYTES = PAGE * 4 * 2 * 2 * 16 * 4
+"""Of 4 layers, keys and values of 2 heads of 16 numbers of 4 bytes."""
 
 
 async def test_blocks_tokens_and_links(tmp_path: Path, checkpoint: Path) -> None:
@@ -28,3 +33,25 @@ async def test_blocks_tokens_and_links(tmp_path: Path, checkpoint: Path) -> None
         (way,) = {name.split('"')[1] for name in by_way}
         assert b[f'{p}peers{{way="{way}"}}'] == 1
     assert page(shown["a"]) == {}
+
+
+async def test_kv_in_host_memory(tmp_path: Path, checkpoint: Path) -> None:
+    """`node.kv_bytes` holds one of two prompts, and the other one comes back."""
+    prompts = [tuple(3 + (n + shift) % 50 for n in range(4 * PAGE + 1)) for shift in (0, 7)]
+    settings = {"kv_bytes": 8 * PAGE_BYTES, "kv_host_bytes": 1 << 20}
+    async with nodes(tmp_path, checkpoint, "a", settings=settings) as up:
+        await up.promoted("a")
+        shown = up.services["a"].metrics()
+        for number, prompt in enumerate([*prompts, *prompts]):
+            name = f"r{number}"
+            await up.submit(
+                "a", request=name, tokens=prompt, prompt_tokens=len(prompt), max_tokens=2
+            )
+            await up.tokens.until(partial(up.over, name))
+        cached = [up.tokens_of(f"r{number}")[0].cached for number in range(4)]
+        assert cached == [0, 0, 4 * PAGE, 4 * PAGE]
+        a, p = page(shown), "lambdascale_node_"
+        assert a[f"{p}kv_host_saved_pages_total"] >= 8
+        assert a[f"{p}kv_host_bytes"] == a[f"{p}kv_host_saved_pages_total"] * PAGE_BYTES
+        assert a[f"{p}kv_host_restored_pages_total"] == 8
+        assert a[f"{p}restored_kv_tokens_total"] == 8 * PAGE

@@ -40,6 +40,9 @@ class Heard(Control):
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
         raise NotImplementedError
 
+    def token_s(self, model: ModelId) -> float:
+        raise NotImplementedError
+
     def piece(
         self, model: ModelId, block: int, offset: int, nbytes: int
     ) -> Coroutine[Any, Any, memoryview]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from services.node.core.batching import Batcher
-from services.node.core.kv import Need, movable
+from services.node.core.kv import Need, Restoration, movable
 from services.node.core.microbatches import (
     Admit,
     Admitted,
@@ -38,6 +38,10 @@ class FakeKv:
     """The tokens whose KV came from another node, by the sequence's key."""
     without: set[ModelId] = field(default_factory=set)
     """Models that keep none."""
+    in_host: dict[str, Restoration] = field(default_factory=dict)
+    """What host memory has of sequences, by their keys."""
+    restored: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
+    """What comes of it each time, by the sequence's key: see `Kv.restore`."""
 
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
@@ -64,6 +68,19 @@ class FakeKv:
     ) -> int:
         self.asked[key] = tokens
         return self.cached.get(key, 0)
+
+    def restorable(
+        self,
+        model_id: ModelId,
+        key: str,
+        tokens: tuple[int, ...],
+        limit: int,
+        adapter: ModelId = NO_ADAPTER,
+    ) -> Restoration | None:
+        return self.in_host.get(key)
+
+    def restore(self, key: str) -> tuple[int, bool]:
+        return self.restored[key].pop(0)
 
     def position_bytes(self, model_id: ModelId) -> int:
         return 100

@@ -45,6 +45,14 @@ def test_what_is_asked_for_is_had_or_refused() -> None:
         kv_budget(config(kv_bytes=501), CPU)
 
 
+def test_the_host_tier_has_memory_of_its_own() -> None:
+    assert kv_budget(config(kv_host_bytes=100), CPU).nbytes == 300
+    with pytest.raises(CapacityExceeded, match=r"400 bytes are left .* node\.kv_host_bytes"):
+        kv_budget(config(kv_host_bytes=100, kv_bytes=401), CPU)
+    with pytest.raises(CapacityExceeded, match=r"501, and 500 .* lower node\.kv_host_bytes"):
+        kv_budget(config(kv_host_bytes=501), CPU)
+
+
 def test_too_little_memory_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(budget, "host_memory", lambda: HostMemory(100, 1000))
     with pytest.raises(CapacityExceeded, match=r"100 bytes are left .* lower node\.arena_bytes"):

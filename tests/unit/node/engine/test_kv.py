@@ -1,6 +1,7 @@
 """The KV cache's pages: what is read is what was written, and no page is lost or written twice."""
 
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -14,11 +15,12 @@ from hypothesis.stateful import (
     rule,
 )
 
-from services.node.core.kv import PAGE, whole_pages
+from services.node.core.kv import EVICTED_TOGETHER, PAGE, whole_pages
+from services.node.core.kv_host import CopyRate
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv import KvCache
+from services.node.engine.kv_host import CpuCopies, KvHost, Pair
 from services.node.engine.kv_sequence import KvSequence, Run
-from services.node.engine.pages import EVICTED_TOGETHER
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
 
@@ -34,9 +36,9 @@ def cache(pages: int = 4) -> KvCache:
     return kv
 
 
-def shared(pages: int, others: int = 1) -> KvCache:
+def shared(pages: int, others: int = 1, host: KvHost | None = None) -> KvCache:
     """A cache of pages of MODEL, which is open, and so are `others`."""
-    kv = KvCache(KvBudget(pages * PAGE_BYTES), torch.device("cpu"))
+    kv = KvCache(KvBudget(pages * PAGE_BYTES), torch.device("cpu"), host=host)
     for model_id in (MODEL, OTHER, THIRD)[: others + 1]:
         open_model(kv, model_id)
     return kv
@@ -501,12 +503,53 @@ def value_of(tokens: list[int]) -> float:
     return float(hash(tuple(tokens)) % 65_521)
 
 
+class FewPages(CopyRate):
+    """A portion has two pages, or so many."""
+
+    def __init__(self, pages: int = 2) -> None:
+        super().__init__()
+        self.pages = pages
+
+    def portion(self, page: int, within_s: float = 0.0) -> int:
+        return self.pages
+
+
+class LateCopies(CpuCopies):
+    """Copies are done as late as they may be, as on a GPU that has much to do: when the engine's
+    stream waits for them."""
+
+    pages = 2
+
+    def __init__(self) -> None:
+        self.rate = FewPages(self.pages)
+        self._begun: list[Pair] = []
+
+    def copy(self, pairs: Sequence[Pair]) -> bool:
+        self._begun += pairs
+        return False
+
+    def settle(self) -> None:
+        for target, source in self._begun:
+            target.copy_(source)
+        self._begun.clear()
+
+
 class Machine(RuleBasedStateMachine):
-    @initialize()
-    def begin(self) -> None:
-        self.kv = shared(PAGES, others=0)
+    hosted = False
+    """Whether there is a host tier."""
+
+    @initialize(pages=st.integers(1, PAGES), late=st.booleans())
+    def begin(self, pages: int, late: bool) -> None:
+        self.host = None
+        if self.hosted:
+            self.host = KvHost(pages * PAGE_BYTES, torch.device("cpu"))
+            self.host.copies = LateCopies() if late else CpuCopies()
+            self.host.copies.rate = FewPages()
+        self.kv = shared(PAGES, others=0, host=self.host)
         self.open_other()
         self.tokens: dict[str, list[int]] = {}
+        self.coming: dict[str, list[int]] = {}
+        """All tokens of sequences whose KV comes from host memory."""
         self.made = 0
 
     @rule(prompt=PROMPTS)
@@ -517,9 +560,27 @@ class Machine(RuleBasedStateMachine):
         sequence = start(self.kv, f"s{self.made}", model_id=model_id)
         found = self.kv.adopt(sequence, tuple(tokens))
         assert found < len(tokens)
+        if self.kv.restorable(sequence, tuple(tokens)):
+            self.coming[sequence.key] = tokens
+            return
         self.tokens[sequence.key] = tokens[:found]
         self.check(sequence)
         self.run(sequence, tokens[found:])
+
+    @precondition(lambda self: self.coming)
+    @rule(data=st.data())
+    def restore(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.coming)))
+        sequence = self.kv.find(key)
+        assert sequence is not None
+        before, more = sequence.length, self.kv.restore(sequence)
+        assert before <= sequence.length < len(self.coming[key])
+        if not more:
+            tokens = self.coming.pop(key)
+            if sequence.live:
+                self.tokens[key] = tokens[: sequence.length]
+                self.run(sequence, tokens[sequence.length :])
+            assert sequence.live == (sequence.length > 0)
 
     @rule(
         model_id=st.sampled_from([MODEL, OTHER]),
@@ -570,17 +631,19 @@ class Machine(RuleBasedStateMachine):
         accepted = data.draw(st.integers(0, proposed))
         self.run(sequence, list(range(count + accepted)), proposed, proposed - accepted)
 
-    @precondition(lambda self: self.tokens)
+    @precondition(lambda self: self.tokens or self.coming)
     @rule(data=st.data())
     def end(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.tokens)))
-        del self.tokens[key]
+        key = data.draw(st.sampled_from(sorted(self.tokens | self.coming)))
+        self.tokens.pop(key, None)
+        self.coming.pop(key, None)
         self.kv.free((key,))
 
     @rule()
     def close_and_open_a_model(self) -> None:
         self.kv.close_model(OTHER)
         self.tokens = {key: tokens for key, tokens in self.tokens.items() if self.kv.find(key)}
+        self.coming = {key: tokens for key, tokens in self.coming.items() if self.kv.find(key)}
         self.open_other()
 
     @rule(wanted=st.dictionaries(st.sampled_from([MODEL, OTHER]), st.integers(0, 200)))
@@ -625,13 +688,14 @@ class Machine(RuleBasedStateMachine):
         self.tokens[sequence.key] = all_tokens
 
     def readers(self, model_id: ModelId) -> Counter[int]:
-        live = [self.kv.find(key) for key in self.tokens]
+        live = [self.kv.find(key) for key in self.tokens | self.coming]
         mine = [s for s in live if s and s.model_id == model_id]
         return Counter(page + each.shift for each in mine for page in each.pages)
 
     def check(self, sequence: KvSequence) -> None:
         """What is read is what was written."""
-        tokens = self.tokens[sequence.key]
+        key = sequence.key
+        tokens = self.tokens[key] if key in self.tokens else self.coming[key][: sequence.length]
         assert sequence.length == len(tokens)
         if tokens:
             got = read(self.kv, sequence)
@@ -654,14 +718,25 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def what_is_read_is_what_was_written(self) -> None:
-        for key in self.tokens:
+        for key in self.tokens | self.coming:
             sequence = self.kv.find(key)
             assert sequence is not None
             self.check(sequence)
 
+    @precondition(lambda self: self.host)
+    @rule()
+    def step(self) -> None:
+        assert self.host is not None
+        self.host.begin_step()
+
+    @invariant()
+    def host_memory_is_counted(self) -> None:
+        if self.host is not None:
+            self.host.tier.validate()
+
     def teardown(self) -> None:
         if hasattr(self, "kv"):
-            self.kv.free(tuple(self.tokens))
+            self.kv.free(tuple(self.tokens | self.coming))
             self.kv.close_model(OTHER)
             assert not self.kv._models[MODEL].pages._divided
             whole = start(self.kv, "whole")
@@ -671,3 +746,13 @@ class Machine(RuleBasedStateMachine):
 
 TestPages = Machine.TestCase
 TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+
+
+class HostMachine(Machine):
+    """With memory for a few pages of what is evicted."""
+
+    hosted = True
+
+
+TestHost = HostMachine.TestCase
+TestHost.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)

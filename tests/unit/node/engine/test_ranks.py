@@ -15,6 +15,7 @@ import torch
 
 from services.node.core.kv import PAGE
 from services.node.engine.engine import TorchEngine
+from services.node.engine.kv_host import KvHost
 from services.node.engine.linear import Form
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
@@ -159,6 +160,28 @@ def test_batches_chunks_and_cached_prefixes(divided: Divided, logits: Logits) ->
     assert drive(Path(model)) == tokens
     assert torch.equal(together, logits.take())
     assert tokens[:3] == [model.expected_tokens(prompt, 1)[0] for prompt in prompts]
+
+
+def test_kv_comes_back_from_host_memory(divided: Divided) -> None:
+    """The first rank copies whole pages, which all ranks read."""
+    model = model_for(divided)
+    kv, whole = divided.engine._kv, tuple(PROMPT)
+    with divided.holding(model) as path:
+        kv.host = KvHost(1 << 24, torch.device("cpu"))
+        path.run([row("first", 0, PROMPT, draw=0)])
+        divided.engine.free(("first",))
+        filler = kv.start(MODEL, (0, model.n_blocks), range(4), "filler", 4096)
+        kv.extend(filler, 4096)
+        kv.of_layers(MODEL, range(4))[:] = 0
+        divided.engine.free(("filler",))
+        assert divided.engine.adopt(MODEL, "again", whole, 512) == 0
+        assert divided.engine.restorable(MODEL, "again", whole, 512) is not None
+        found, more = divided.engine.restore("again")
+        assert (found, more) == (len(whole) // PAGE * PAGE, False)
+        tokens = path.run([row("again", found, PROMPT[found:], draw=0)])[0]
+        divided.engine.free(("again",))
+        kv.host = None
+    assert list(tokens) == model.expected_tokens(PROMPT, 1)
 
 
 def test_a_stage_of_a_path(divided: Divided) -> None:
