@@ -1,6 +1,5 @@
 """What a node shows at /metrics."""
 
-from functools import partial
 from pathlib import Path
 
 from services.node.core.kv import PAGE
@@ -42,12 +41,15 @@ async def test_kv_in_host_memory(tmp_path: Path, checkpoint: Path) -> None:
     async with nodes(tmp_path, checkpoint, "a", settings=settings) as up:
         await up.promoted("a")
         shown = up.services["a"].metrics()
-        for number, prompt in enumerate([*prompts, *prompts]):
-            name = f"r{number}"
+
+        async def run(request: str, prompt: tuple[int, ...]) -> None:
             await up.submit(
-                "a", request=name, tokens=prompt, prompt_tokens=len(prompt), max_tokens=2
+                "a", request=request, tokens=prompt, prompt_tokens=len(prompt), max_tokens=2
             )
-            await up.tokens.until(partial(up.over, name))
+            await up.tokens.until(lambda: up.over(request))
+
+        for number, prompt in enumerate([*prompts, *prompts]):
+            await run(f"r{number}", prompt)
         cached = [up.tokens_of(f"r{number}")[0].cached for number in range(4)]
         assert cached == [0, 0, 4 * PAGE, 4 * PAGE]
         a, p = page(shown), "lambdascale_node_"

@@ -125,6 +125,8 @@ def test_two_sequences_get_the_same_pages_side_by_side() -> None:
     while kv.restore(other):
         pass
     assert (values(kv, other), host.restored, kv.used) == (tokens, 3, 3 * PAGE)
+    kv.free(("other",))
+    kv._slabs.validate()
 
 
 def test_a_sequence_ends_while_its_kv_comes_and_its_pages_are_free() -> None:
