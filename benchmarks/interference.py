@@ -1,6 +1,6 @@
 """What loading costs the requests of a model that serves on the same nodes, in virtual time.
 
-Run: `.venv/bin/python -m benchmarks.interference`, six minutes. The real services run on modelled
+Run: `.venv/bin/python -m benchmarks.interference`, ten minutes. The real services run on modelled
 hardware: H800 devices. One model serves on half of the nodes, where prefill and decode are apart,
 so that KV flows over their links. Meanwhile weights are loaded, over and over: another model to all
 nodes, to those that serve, too, and from them (`other`), or the model itself to the other half of

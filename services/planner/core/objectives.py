@@ -15,13 +15,19 @@ are there. With n replicas, nine of ten requests wait at most
 (the second part: the tail of a queue whose services take equally long, M/D/1, in heavy traffic), if
 they find a slot and room for their KV: inside + Z sqrt(inside) <= n x slots, and as many times the
 tokens of an ordinary request <= n x KV positions. A replica is busy with prefills for r of its
-time. So its tokens come every step / (1 - r) seconds, and a request stays 1 / (1 - r) times as long
-as without. The least n is taken for which all hold. Of each replica only the share `fill` is
+time. So its tokens come every step / (1 - r) seconds in the mean, and a request stays 1 / (1 - r)
+times as long as without. Some requests meet more prefills, or run beside more others, than most.
+So the mean time between the tokens of a request is, for nine of ten requests, at most
+
+    tpot(n) = (step + Z sqrt(d1^2 + d2^2)) / (1 - r),
+    d1 = prefill sqrt(prefills in a stay) / tokens,    d2 = token sqrt(inside) / n
+
+The least n is taken for which all hold. Of each replica only the share `fill` is
 counted; the rest is room for a burst.
 """
 
 from bisect import bisect_left
-from math import exp, inf, log, sqrt
+from math import exp, hypot, inf, log, sqrt
 
 import msgspec
 
@@ -46,7 +52,7 @@ class Objectives(msgspec.Struct, frozen=True, gc=False):
     ttft_s: float = 0.0
     """For the first token. 0: none."""
     tpot_s: float = 0.0
-    """Between tokens. 0: none."""
+    """Between tokens: the mean of each request. 0: none."""
 
     @property
     def any(self) -> bool:
@@ -152,6 +158,22 @@ def batch(work: Work, objectives: Objectives) -> int:
     return 1 + int(max(0.0, min(work.slots - 1.0, more)))
 
 
+def tpot_s(work: Work, supply: Supply, replicas: float) -> float:
+    """The mean time between tokens that nine of ten requests keep on this many replicas."""
+    free = 1 - busy(work, replicas)
+    if free <= 0:
+        return inf
+    there = inside(work, supply.horizon_s, replicas)
+    step_s = work.step_s + max(0.0, there / replicas - 1) * work.token_s
+    if not (work.stay_s and work.step_s):
+        return step_s / free
+    tokens = max(1.0, work.stay_s / step_s)
+    prefills = work.rate / replicas * work.stay_s / free
+    late = work.prefill_s * sqrt(prefills) / tokens
+    crowd = work.token_s * sqrt(there) / replicas
+    return (step_s + Z * hypot(late, crowd)) / free
+
+
 def met(work: Work, supply: Supply, objectives: Objectives, replicas: int) -> bool:
     """Whether this many replicas keep the objectives. If they do, more of them do."""
     counted = work.fill * replicas
@@ -161,10 +183,9 @@ def met(work: Work, supply: Supply, objectives: Objectives, replicas: int) -> bo
         return False
     if work.kv_tokens and most * work.kv_each > work.kv_tokens * counted:
         return False
-    if objectives.tpot_s and replicas:
-        step_s = work.step_s + max(0.0, there / counted - 1) * work.token_s
-        if step_s > step_limit_s(work, objectives) * (1 - busy(work, counted)):
-            return False
+    limit_s = step_limit_s(work, objectives)
+    if objectives.tpot_s and replicas and tpot_s(work, supply, counted) > limit_s:
+        return False
     if not objectives.ttft_s:
         return True
     return wait_s(work, due_s(work, supply), counted) <= slack_s(work, objectives)
