@@ -3,7 +3,7 @@
 Events of one choice differ only in their text, so everything else is encoded once for each choice.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from services.gateway.asked import Asked
 from services.gateway.choices import CONTEXT, Choice
 from services.gateway.encoder import WAITING
 from services.gateway.generation import Delta, Generation
+from services.gateway.pieces import Listed, Lists, listed
 from services.gateway.replies.messages import delta_of, message_of
 from services.gateway.replies.parts import Part, Reply, Said, said
 from services.gateway.text import Offsets, TextCodec
@@ -69,22 +70,23 @@ class Answers:
 
     # --- whole ---------------------------------------------------------------
 
-    def whole(self, replies: Sequence[Reply]) -> bytes:
-        """A whole answer, with the reply of each choice."""
+    def whole(self, replies: Sequence[Reply]) -> list[bytes]:
+        """See `Encoder`."""
+        lists = Lists()
         choices = [
-            self._choice(choice, reply)
+            self._choice(choice, reply, lists.add)
             for choice, reply in zip(self._generation.choices, replies, strict=True)
         ]
         usage = self._generation.usage()
-        of_prompt = self._of_prompt(self._generation.choices[0]) if self._chat else {}
-        return _encode({**self._common, "choices": choices, "usage": usage, **of_prompt})
+        of_prompt = self._of_prompt(self._generation.choices[0], lists.add) if self._chat else {}
+        return lists.into({**self._common, "choices": choices, "usage": usage, **of_prompt})
 
     @property
     def long(self) -> bool:
         """Whether a whole answer has a line for every token, and takes long to write."""
         return self._asked.alternatives is not None
 
-    def _choice(self, choice: Choice, reply: Reply) -> dict[str, object]:
+    def _choice(self, choice: Choice, reply: Reply, listed: Listed) -> dict[str, object]:
         body: dict[str, object] = {"text": choice.echo + reply.content}
         if self._chat:
             body = {"message": message_of(reply)}
@@ -93,17 +95,21 @@ class Answers:
             "index": choice.index,
             **body,
             "logprobs": self._logprobs(
-                choice, (*echoed, *choice.tokens), (*scores, *choice.logprobs)
+                choice, (*echoed, *choice.tokens), (*scores, *choice.logprobs), listed
             ),
             "finish_reason": choice.finish,
             **({"token_ids": choice.tokens} if self._asked.token_ids else {}),
-            **({} if self._chat else self._of_prompt(choice)),
+            **({} if self._chat else self._of_prompt(choice, listed)),
         }
 
     # --- log probabilities ---------------------------------------------------
 
     def _logprobs(
-        self, choice: Choice, tokens: Sequence[int], logprobs: Sequence[Logprobs | None]
+        self,
+        choice: Choice,
+        tokens: Sequence[int],
+        logprobs: Sequence[Logprobs | None],
+        listed: Listed,
     ) -> dict[str, object] | None:
         """The log probabilities of the next tokens of the choice; None if they were not asked
         for."""
@@ -121,15 +127,15 @@ class Answers:
                 for token, found in pairs
                 if found
             )
-            return {"content": _list(content), "refusal": None}
+            return {"content": listed(content), "refusal": None}
         offsets = self._offsets[choice.index]
         return {
-            "tokens": _list(self._text(token) for token in tokens),
-            "token_logprobs": _list(found and _finite(found.drawn) for found in logprobs),
-            "top_logprobs": _list(
+            "tokens": listed(self._text(token) for token in tokens),
+            "token_logprobs": listed(found and _finite(found.drawn) for found in logprobs),
+            "top_logprobs": listed(
                 found and self._alternatives(token, found) for token, found in pairs
             ),
-            "text_offset": _list(offsets.next(token) for token in tokens),
+            "text_offset": listed(offsets.next(token) for token in tokens),
         }
 
     def _prompt(self, choice: Choice) -> tuple[Sequence[int], Sequence[Logprobs | None]]:
@@ -137,7 +143,7 @@ class Answers:
         has none."""
         return choice.request.prompt, (None, *choice.prompt_logprobs)
 
-    def _of_prompt(self, choice: Choice) -> dict[str, object]:
+    def _of_prompt(self, choice: Choice, listed: Listed) -> dict[str, object]:
         """The log probabilities of the prompt's tokens, in vLLM's form, if they were asked for."""
         most = self._asked.prompt_logprobs
         if most is None:
@@ -145,7 +151,7 @@ class Answers:
         tokens = choice.request.prompt[1:]
         pairs = zip(tokens, choice.prompt_logprobs, strict=True)
         found = (self._ranked(token, one, most) for token, one in pairs)
-        return {"prompt_logprobs": _list([None, *found])}
+        return {"prompt_logprobs": listed([None, *found])}
 
     def _ranked(self, token: int, found: Logprobs, most: int) -> dict[str, PromptLogprob]:
         """The token and the `most` most probable, by their ids."""
@@ -207,7 +213,7 @@ class Answers:
             content = "" if choice.plain else None
             delta = {"role": "assistant", "content": content, "refusal": None}
             return self._event(choice, {"delta": delta})
-        found = self._logprobs(choice, *self._prompt(choice))
+        found = self._logprobs(choice, *self._prompt(choice), listed)
         return self._event(choice, {"text": choice.echo}, found)
 
     def _event_of_token(
@@ -218,7 +224,7 @@ class Answers:
             body = {"delta": delta_of(told)}
         if self._asked.token_ids:
             body["token_ids"] = [token]
-        found = self._logprobs(choice, [token], [logprobs]) if logprobs else None
+        found = self._logprobs(choice, [token], [logprobs], listed) if logprobs else None
         return self._event(choice, body, found)
 
     def _event(
@@ -254,11 +260,6 @@ class Answers:
         """The end of a stream that fails after it has begun."""
         wait = b"" if error.retry_after is None else b"retry: %d000\n" % error.retry_after
         return wait + b"data: " + error.body + b"\n\n" + DONE
-
-
-def _list(items: Iterable[object]) -> msgspec.Raw:
-    """A JSON list, encoded in small steps, between which other threads may run."""
-    return msgspec.Raw(b"[" + b",".join(map(_encode, items)) + b"]")
 
 
 def _finite(logprob: float) -> float:

@@ -38,5 +38,6 @@ class Encoder(StreamEncoder, Protocol):
     def long(self) -> bool:
         """Whether a whole answer takes long to write."""
 
-    def whole(self, replies: Sequence[Reply]) -> bytes:
-        """A whole answer, with the reply of each choice."""
+    def whole(self, replies: Sequence[Reply]) -> list[bytes]:
+        """A whole answer, with the reply of each choice, in pieces: to copy a long one takes so
+        long that others would notice."""

@@ -53,8 +53,8 @@ class MessagesAnswers:
         self._begun = False
         self._reply = Reply()
 
-    def whole(self, replies: Sequence[Reply]) -> bytes:
-        return msgspec.json.encode(self._message([_content(run) for run in replies[0].runs]))
+    def whole(self, replies: Sequence[Reply]) -> list[bytes]:
+        return [msgspec.json.encode(self._message([_content(run) for run in replies[0].runs]))]
 
     def events(self, deltas: Sequence[Delta]) -> bytes:
         return b"".join(_written(event) for delta in deltas for event in self._of(delta))

@@ -78,9 +78,9 @@ class ResponsesAnswers:
         self._reply = Reply()
         self._sequence = 0
 
-    def whole(self, replies: Sequence[Reply]) -> bytes:
+    def whole(self, replies: Sequence[Reply]) -> list[bytes]:
         (self._reply,) = replies
-        return msgspec.json.encode(self._response(self._status))
+        return [msgspec.json.encode(self._response(self._status))]
 
     # --- events ----------------------------------------------------------------
 
