@@ -53,7 +53,7 @@ ASK_S, AGAIN_S = 5.0, 0.02
 @dataclass(frozen=True, slots=True)
 class Setting:
     gbit: float
-    """Of each link."""
+    """The rate of each link in each direction."""
     rate: float
     """Requests a second."""
     loads: str
@@ -75,7 +75,7 @@ class Figures:
     """Until the second token, which needs the KV where it is decoded."""
     tpot_s: tuple[float, float]
     load_s: tuple[float, float]
-    """Of loads, from the decision: median, longest."""
+    """How long loads took from the decision on: the median, and the longest."""
     late: float
     """The median of what loads took, by what was predicted."""
     moved: float

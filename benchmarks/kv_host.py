@@ -42,10 +42,10 @@ class Load:
 
     what: str
     positions: int
-    """Of KV."""
+    """How many positions of KV the engine has memory for."""
     prompts: Sequence[Sequence[int]]
     tokens: int
-    """Of each answer."""
+    """How many tokens each answer has."""
     at_once: int
 
 
@@ -61,8 +61,8 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def resumed_s(ours: Ours, tokens: int) -> float:
-    """An older sequence grows until the younger one, of so many tokens, is preempted, and until it
-    has taken all the pages that this one had."""
+    """The time in which a preempted sequence of `tokens` tokens goes on. It is preempted because an
+    older sequence grows, which then takes all its pages and ends."""
     before = ours.steps.load.preemptions
     old = ours.submit(prompt(16, seed=1), tokens)
     while not old.came:

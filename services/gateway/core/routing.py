@@ -152,7 +152,7 @@ def switch(
     remaining: int,
     context: int,
     behind: float,
-    bare: bool = True,
+    bare: bool,
 ) -> Switch | None:
     """The costs of a request's two ways to its end. It may stay on its path, where its KV is, or
     move to a complete node. None: not measured yet.

@@ -68,7 +68,8 @@ def is_worth(
 
 
 def copy_s(profile: Profile, link_bytes_per_s: int, nbytes: int) -> float:
-    """Seconds in which so many bytes of KV come from another node, for the rates see `is_worth`."""
+    """Seconds in which so many bytes of KV come from another node. `is_worth` says what the rates
+    are."""
     rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
     return nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
 

@@ -91,14 +91,14 @@ class CopyRate:
         return median(self._rates) if len(self._rates) >= FEW else ASSUMED_BYTES_PER_S
 
     def portion(self, page: int, within_s: float = PORTION_S) -> int:
-        """How many pages of so many bytes are copied in this time. At least as many as are evicted
-        together."""
+        """How many pages, of `page` bytes each, are copied in `within_s`. It is never less than the
+        number of pages that are evicted together."""
         return max(EVICTED_TOGETHER, int(self.bytes_per_s * within_s / page))
 
 
 def restoration(pages: int, nbytes: int, token_s: float, rate: CopyRate) -> Restoration:
-    """Of so many pages, if `nbytes` have to be copied for them. `token_s`: seconds of prefill for a
-    token; 0: not known."""
+    """What it takes to have `pages` pages on the device, of which `nbytes` lie in host memory.
+    `token_s`: seconds of prefill for a token; 0: not known."""
     positions = pages * PAGE
     return Restoration(positions, nbytes / rate.bytes_per_s, positions * token_s)
 

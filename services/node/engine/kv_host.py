@@ -124,9 +124,9 @@ class KvHost:
         return self.copies.rate.portion(page_bytes, PORTION_S)
 
     def save(self, model_id: ModelId, model: KvModel, pages: Sequence[tuple[int, bytes]]) -> None:
-        """Keeps pages, each with its digest, that are about to be overwritten: those that are not
-        here yet, as far as there is time, the last ones first. None that take longer to copy there
-        and back than to compute."""
+        """Copies pages that are about to be overwritten to host memory, unless they lie there. If
+        there is no time for all, the last ones are copied. Nothing is copied if it takes longer
+        there and back than to compute it. `pages`: (page, digest)"""
         token_s = self._token_s(model_id)
         if not restoration(1, 2 * model.page_bytes, token_s, self.copies.rate).worth:
             return
@@ -158,7 +158,7 @@ class KvHost:
                 yield memory, source
 
     def restoration(self, model_id: ModelId, pages: int, nbytes: int) -> Restoration:
-        """What it takes to have so many pages, if `nbytes` of them are copied."""
+        """What it takes to have `pages` pages on the device, of which `nbytes` lie here."""
         return restoration(pages, nbytes, self._token_s(model_id), self.copies.rate)
 
     def bring(self, pairs: Sequence[Pair]) -> bool:

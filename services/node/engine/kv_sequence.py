@@ -74,6 +74,6 @@ class Restoring:
 
     def __init__(self, digests: Iterable[bytes]) -> None:
         self.digests = deque(digests)
-        """Of the pages that it gets next."""
+        """The digests of the pages that it gets next."""
         self.coming: list[tuple[int, bytes]] = []
         """The pages that it has got, with their digests, which may not be whole yet."""

@@ -24,7 +24,7 @@ KV_REGION = "kv/"
 LENT_S = 10.0
 """Seconds after which a copy goes that nobody has fetched."""
 PRIORITY = 0
-"""Of reads. Requests wait for them, so they come in before blocks of weights."""
+"""The priority of reads of KV. Requests wait for them, so they come in before blocks of weights."""
 
 
 class KvImages:

@@ -248,3 +248,12 @@ async def test_of_tokens_that_read_the_same_the_most_probable_is_named(
     assert found["token_logprobs"][-2:] == [-1, -1.125]
     assert found["top_logprobs"][1] == {"!": -0.125}
     assert found["top_logprobs"][-1] == {"!": -1}
+
+
+async def test_a_long_answer_says_how_long_it_is(http: aiohttp.ClientSession) -> None:
+    """It is sent in pieces; proxies and clients of HTTP/1.0 need its length."""
+    ask = {**ASK, "logprobs": 2, "echo": True, "max_tokens": 3}
+    async with http.post("/v1/completions", json=ask) as response:
+        body = await response.read()
+        assert response.headers["Content-Length"] == str(len(body))
+        assert "Transfer-Encoding" not in response.headers
