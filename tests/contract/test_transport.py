@@ -176,9 +176,10 @@ async def test_models_share_the_port_whatever_their_priorities(cluster: Cluster)
 async def test_kv_has_nearly_all_of_the_port_beside_weights(cluster: Cluster) -> None:
     if cluster.kind == "modelled":
         pytest.skip("what is modelled lands all at once")
-    source = await cluster.start(rate=20_000_000)
+    # So slow that the port, and not a busy processor, is what both wait for.
+    source = await cluster.start(rate=1_000_000)
     one, other = await cluster.start(), await cluster.start()
-    data = pattern(2 * MIB)
+    data = pattern(MIB)
     for flow in ("model", SERVING_FLOW):
         source.transport.register(flow, source.put(data), flow=flow)
     copies = {"model": one.room(len(data)), SERVING_FLOW: other.room(len(data))}
