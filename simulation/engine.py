@@ -29,6 +29,7 @@ from services.node.engine.base import (
     SequenceKey,
     StagePart,
     Weights,
+    run_end,
 )
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv import KvCache
@@ -380,7 +381,8 @@ class ModelledSweep:
                 f"sweep at block {self._at}"
             )
         if len(model.held) < n_blocks:
-            missing = [b for b in range(part.start, part.stop) if b not in model.held]
+            needed = range(part.start, part.start + 1 if part.waits else part.stop)
+            missing = [b for b in needed if b not in model.held]
             if missing:
                 raise NotFound(f"blocks {missing} of model {self._model_id} are not held here")
         positions, context, draws, pairs = 0, 0, 0, 0.0
@@ -406,7 +408,9 @@ class ModelledSweep:
             self._at = min(rider.part.start for rider in self._waiting.values())
         for number in [n for n, r in self._waiting.items() if r.part.start == self._at]:
             self._aboard[number] = self._waiting.pop(number)
-        stop = self._next_stop(model)
+        stop = run_end(model.held, self._at, self._next_stop(model))
+        if stop == self._at:
+            return left
         self._due_s += self._cost(model, stop)
         self._at = stop
         for number in [n for n, r in self._aboard.items() if r.part.stop == stop]:
@@ -479,7 +483,7 @@ def _without_freed(rider: _Rider) -> _Rider | None:
         return None
     rows = tuple(rider.part.rows[i] for i in kept)
     return _Rider(
-        StagePart(rider.part.start, rider.part.stop, rows),
+        StagePart(rider.part.start, rider.part.stop, rows, waits=rider.part.waits),
         [rider.sequences[i] for i in kept],
         sum(row.count for row in rows),
         sum(row.position + row.count for row in rows),

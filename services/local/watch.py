@@ -152,7 +152,9 @@ class Watch:
 
     @property
     def replicas(self) -> list[Instance]:
-        return [i for i in self.instances if i.lasts and i.state is InstanceState.SERVING]
+        """Those that are complete."""
+        serving = (i for i in self.instances if i.state is InstanceState.SERVING)
+        return [i for i in serving if i.lasts and not i.opening]
 
     @property
     def paths(self) -> list[Instance]:

@@ -54,6 +54,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     group: bool = False
     """Whether it is a group: each of its devices has one part of the model for good, since no
     device has room for all of it."""
+    opening: bool = False
+    """Whether it is a replica whose last blocks are about to come. Its node runs requests as far as
+    its blocks go, and on as they come."""
 
     @property
     def leader(self) -> NodeId:

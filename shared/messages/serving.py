@@ -130,6 +130,9 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     alone_until: int = 0
     """The request may be one that kills nodes. Until it has this many tokens, those of the prompt
     included, the nodes of its path begin nothing else. 0: it is a request like others."""
+    opening: bool = False
+    """The instance is an `opening` one: the node may lack blocks, and runs the request as they
+    come."""
 
 
 class BringAdapter(Message, frozen=True, kw_only=True, tag="bring_adapter"):

@@ -102,7 +102,8 @@ class HashSweep:
         engine = self._engine
         if part.start < self.at:
             raise BadInput(f"the sweep is past block {part.start}")
-        if not set(range(part.start, part.stop)) <= engine.attached.get(self._model_id, set()):
+        needed = range(part.start, part.start + 1 if part.waits else part.stop)
+        if not set(needed) <= engine.attached.get(self._model_id, set()):
             raise NotFound(f"blocks {part.start}..{part.stop} are not all here")
         rider = _Rider(part, _values(part))
         new = sum(
@@ -147,6 +148,8 @@ class HashSweep:
         needed = [rider for rider in self._riders.values() if rider.values]
         if needed:
             self.at = max(self.at, min(rider.part.start for rider in needed))
+            if self.at not in self._engine.attached[self._model_id]:
+                return self._left()
             aboard = [rider for rider in needed if rider.part.start <= self.at]
             for rider in aboard:
                 self._engine.before_run(self.at, rider.part)

@@ -151,6 +151,7 @@ class Attempts:
             score_from=request.score_from,
             pooling=request.pooling,
             alone_until=request.alone_until,
+            opening=route.instance.opening,
         )
 
     def route(self, request: Request) -> Route:

@@ -276,6 +276,11 @@ class Batcher:
         self._leader.line.take(parts)
         return tuple(parts)
 
+    def stuck(self, parts: Iterable[Part], *, over: bool = False) -> None:
+        """These parts wait for blocks that are not here yet, or do so no longer. Meanwhile others
+        of their paths are formed."""
+        self._leader.stuck((key for part in parts for key in part.keys), over=over)
+
     def pull(self, aboard: Iterable[Part]) -> list[Command]:
         """Asks for prompts that first stages have run, if there is room for them in a step.
         `aboard`: the parts of the sweep that is under way."""

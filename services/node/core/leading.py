@@ -133,7 +133,7 @@ class Leader:
         check_submit(submit, self._node, n_blocks)
         first = submit.stages[0]
         missing = sorted(set(range(first.start, first.stop)) - set(held))
-        if missing:
+        if missing and not _opens(submit, held):
             raise NotFound(
                 f"node {self._node} does not hold blocks {missing} of model {submit.model_id}: "
                 f"submit to an instance of the newest revision"
@@ -335,6 +335,11 @@ class Leader:
         sequence.yields_to = message
         return [] if sequence.flight is not None else self.end([sequence], None)
 
+    def stuck(self, keys: Iterable[SequenceKey], *, over: bool) -> None:
+        for key in keys:
+            if sequence := self.led.running.get(key):
+                sequence.in_line = not over
+
     @property
     def backlog(self) -> int:
         """Positions of prompts that are to be run here, and are in no micro-batch. Attempts that
@@ -499,6 +504,11 @@ class Leader:
                 told.append(Emit(submit.gateway, reason, cause=cause))
         local: list[Command] = [Release(tuple(released), cause=cause)] if released else []
         return local + frees(elsewhere, cause) + told
+
+
+def _opens(submit: Submit, held: Collection[int]) -> bool:
+    """Whether the attempt may run as blocks come."""
+    return submit.opening and len(submit.stages) == 1 and 0 in held
 
 
 def _check_goes_on(sequence: Sequence) -> None:

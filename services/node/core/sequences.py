@@ -104,7 +104,8 @@ class Sequence:
     takes_cuts: bool = False
     """Whether all other stages of its path do: see `Admitted`."""
     in_line: bool = False
-    """Whether the micro-batch waits for the next stage (`services.node.core.live_scaling`)."""
+    """Whether the micro-batch waits for the next stage (`services.node.core.live_scaling`), or for
+    a block that is not here yet."""
     asked_in: int | None = None
     """The micro-batch that it was in when its gateway last asked whether it goes on."""
     unanswered: set[int] = field(default_factory=set)
@@ -338,7 +339,7 @@ class Lane:
     @property
     def flights(self) -> set[int]:
         """Micro-batches that are out. A micro-batch whose sequences have all ended is not waited
-        for, nor is what waits for the next stage."""
+        for, nor is what is in line."""
         sequences = self.sequences.values()
         return {s.flight for s in sequences if s.flight is not None and not s.in_line}
 

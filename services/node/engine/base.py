@@ -1,6 +1,6 @@
 """The interface between a node and its engine, which runs any range of blocks over a batch."""
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -32,6 +32,7 @@ __all__ = [
     "StagePart",
     "Sweep",
     "Weights",
+    "run_end",
 ]
 
 Weights = memoryview | torch.Tensor
@@ -55,6 +56,8 @@ class StagePart:
     rows: tuple[Row, ...]
     hidden: torch.Tensor | None = None
     """[sum(count), hidden_size] in the model's dtype; None if `start` is 0."""
+    waits: bool = False
+    """Whether blocks after the first may be attached while the part runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,11 @@ class RowsRefused(LambdaScaleError):
         self.why = why
 
 
+def run_end(held: Container[int], at: int, stop: int) -> int:
+    """The first block from `at` on that is not held, or `stop`."""
+    return next((block for block in range(at, stop) if block not in held), stop)
+
+
 class Sweep(Protocol):
     """One pass over a model's blocks, from the lowest start of its parts to the highest stop.
 
@@ -107,16 +115,17 @@ class Sweep(Protocol):
         waits for the rest if they took less. 0: no least time."""
 
     def join(self, part: StagePart) -> int:
-        """Adds the part and returns its number in this sweep. NotFound: a block is not held, or a
-        sequence is not known. CapacityExceeded: too few free pages of KV. BadInput, Conflict: rows
-        or hidden states do not fit. RowsRefused: the rules of some rows cannot be followed here. An
-        error changes nothing, for this part or for others."""
+        """Adds the part and returns its number in this sweep. NotFound: a block is not held (of a
+        part that waits: its first one), or a sequence is not known. CapacityExceeded: too few free
+        pages of KV. BadInput, Conflict: rows or hidden states do not fit. RowsRefused: the rules of
+        some rows cannot be followed here. An error changes nothing, for this part or for others."""
 
     def advance(self, for_s: float = 0.0, bell: Bell | None = None) -> dict[int, PartResult]:
         """Runs the next block that is needed, and may run those after it, until a part joins or
         leaves, or until `for_s` seconds have passed and the bell has rung. Without a bell the time
-        alone counts. Returns the parts that left, by number. After an error the sweep is over, and
-        sequences with rows in it can only be freed."""
+        alone counts. It stops before a block that is not held: then `at` stays there, and nothing
+        leaves, until the block is attached. Returns the parts that left, by number. After an error
+        the sweep is over, and sequences with rows in it can only be freed."""
 
 
 class Engine(Kv, Protocol):

@@ -23,7 +23,8 @@ def check_part(part: StagePart, model_id: ModelId, model: Model, kv: KvCache, at
             f"{len(part.rows)} rows for blocks {part.start}-{part.stop - 1} of {n_blocks} in a "
             f"sweep at block {at}: at least one row and one block ahead are needed"
         )
-    missing = [block for block in range(part.start, part.stop) if block not in model.blocks]
+    needed = range(part.start, part.start + 1 if part.waits else part.stop)
+    missing = [block for block in needed if block not in model.blocks]
     if missing:
         raise NotFound(f"blocks {missing} of model {model_id} are not held here")
     stage = (model_id, (part.start, part.stop))

@@ -22,6 +22,7 @@ from services.node.engine.base import (
     Row,
     SequenceKey,
     StagePart,
+    run_end,
 )
 from services.node.engine.copies import to_host
 from services.node.engine.drawing import drawn_after, pooled, scored
@@ -160,13 +161,15 @@ class TorchSweep:
                 self._packed = False
             if self._aboard:
                 model = self._find(self._model_id)
-                stop = self._next_stop()
-                while True:
+                stop = run_end(model.blocks, self._at, self._next_stop())
+                if stop == self._at:
+                    self._step = None  # other sweeps run before this one goes on
+                while self._at < stop:
                     ran = self._run(model, stop, until - time.monotonic(), bell)
                     self._at += ran
                     self._due_s += ran * self._floor_s / model.manifest.n_blocks
                     called = bell is None or bell.rung
-                    if self._at == stop or (called and time.monotonic() >= until):
+                    if called and time.monotonic() >= until:
                         break
                 left |= self._let_off(lambda rider: rider.stop == self._at)
             return left

@@ -179,6 +179,7 @@ class Steps:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
         self._do(self._batcher.model_closed(model_id, why))
         self._models.pop(model_id, None)
+        self._sweeps.closed(model_id)
         with self._blamed():
             self._engine.close_model(model_id, asleep=asleep)
 

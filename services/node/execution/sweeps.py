@@ -35,6 +35,8 @@ class _Run:
     """Blocks that were run so far."""
     work: int = 0
     """Positions times blocks that were run, of the rows that got off where they should."""
+    stuck_since: float | None = None
+    """Since when it waits for its next block, which is not there yet."""
 
     @property
     def due(self) -> float:
@@ -63,10 +65,13 @@ class Sweeps:
         self._ran = ran
         self._bell = bell
         self._run: _Run | None = None
+        self._stuck: list[_Run] = []
+        """Sweeps that wait for their next block to be attached, the oldest first. Meanwhile others
+        run."""
 
     def begin(self, now: float) -> float | None:
         """Runs the next block for everything that waits for it: see `Steps.begin`."""
-        run = self._run
+        run = self._run = self._run or self._resumed(now)
         self._do(self._batcher.pull(run.parts.values() if run else ()))
         if run is None:
             self._do(self._batcher.restore())
@@ -80,7 +85,7 @@ class Sweeps:
         for part in parts:
             self._join(run, part)
         if run.parts:
-            self._advance(run)
+            self._advance(run, now)
         return run.due
 
     def finish(self, now: float) -> None:
@@ -108,10 +113,31 @@ class Sweeps:
         if not run.parts:
             self._run = None
             self._tell(run, now)
+        elif run.stuck_since is not None:
+            self._run = None
+            self._stuck.append(run)
+            self._batcher.stuck(run.parts.values())
 
     def give_up(self) -> None:
-        """Forgets the sweep that is under way, with everything aboard."""
+        """Forgets all sweeps that are under way, with everything aboard."""
         self._run = None
+        self._stuck.clear()
+
+    def closed(self, model_id: ModelId) -> None:
+        """No block of the model will come any more, and all of its sequences are over."""
+        self._stuck = [run for run in self._stuck if run.model_id != model_id]
+
+    def _resumed(self, now: float) -> _Run | None:
+        """The oldest sweep whose next block has come."""
+        for run in self._stuck:
+            if run.sweep.at in self._engine.held(run.model_id):
+                self._stuck.remove(run)
+                assert run.stuck_since is not None
+                run.began += now - run.stuck_since
+                run.stuck_since = None
+                self._batcher.stuck(run.parts.values(), over=True)
+                return run
+        return None
 
     def _join(self, run: _Run, part: Part) -> None:
         """Takes the part aboard, without the rows of sequences that had to make room. A part that
@@ -129,7 +155,7 @@ class Sweeps:
                 commands = self._batcher.failed(part, failure_of(error))
             self._do(commands)
 
-    def _advance(self, run: _Run) -> None:
+    def _advance(self, run: _Run, now: float) -> None:
         before = run.sweep.at
         try:
             with self._blamed():
@@ -138,6 +164,8 @@ class Sweeps:
             dropped = {number for number, result in run.left.items() if not result.rows}
             starts = [part.start for number, part in run.parts.items() if number not in dropped]
             run.blocks += run.sweep.at - max(before, min(starts)) if starts else 0
+            if run.sweep.at == before and not run.left:
+                run.stuck_since = now
         except LambdaScaleError as error:
             why = failure_of(self._judged(run, error))
             for part in run.parts.values():
@@ -174,9 +202,9 @@ def tensor_of(hidden: Hidden | None) -> torch.Tensor | None:
 def _stage_part(part: Part) -> StagePart:
     """The part as the engine takes it: block numbers for the path, and the hidden states of the
     rows that are left."""
-    return StagePart(
-        part.start, part.stop, part.rows, rows_of(part.hidden, part.rows, part.offsets)
-    )
+    hidden = rows_of(part.hidden, part.rows, part.offsets)
+    alone = len(part.path.stages) == 1  # its attempts may come to an instance that opens
+    return StagePart(part.start, part.stop, part.rows, hidden, waits=alone)
 
 
 def rows_of(

@@ -36,6 +36,9 @@ PACE_PER_MEMBER_S = 5e-4
 """What each member adds to PACE_S: large sets take long to make, to send and to read."""
 SETTLE_S = 0.25
 """A load report that comes sooner than this after a change was published may not include it yet."""
+OPENING_S = 0.5
+"""A replica opens so many seconds before its last block is expected. Its requests could run nowhere
+else before that, and run as far as its blocks go."""
 HOP_COST = 0.02
 """The cost of one more stage of a path, as a share of a pass through the model."""
 PLAN_TIMEOUT_S = 120.0
@@ -152,7 +155,8 @@ class Fleet:
             node=info.node,
             address=info.address,
             slots=self._slots(info),
-            held=self._held(info.node),
+            held=(held := self._held(info.node)),
+            had=len(held),
             speed=self._speed(info.node, 1.0),
             event=cause.event,
             trace=cause.trace,
@@ -385,7 +389,8 @@ class Fleet:
         if self._outdated and not self.loading:
             self._outdated = False
             self._planned = instances.plan(self.instances, self._members, self._rules())
-        basis = self._changes, self._planned, self.prefill_share
+        opening = self._opening()
+        basis = self._changes, self._planned, self.prefill_share, opening
         if not self._retired and basis == self._basis:
             return
         self._basis = basis
@@ -397,6 +402,7 @@ class Fleet:
             busy=self.busy,
             new_id=self._desk.settings.new_id,
             event=self.cause.event,
+            opening=opening,
         )
         self.instances = assign_roles(revised, self.prefill_share)
         self._tell_roles()
@@ -408,6 +414,24 @@ class Fleet:
         if self._retired:  # instances whose last requests have ended go
             pace = PACE_PER_MEMBER_S * len(self._members)
             self._revise_by(at + max(self._desk.settings.tick_s, pace))
+
+    def _opening(self) -> NodeId | None:
+        """The member that takes requests although it lacks blocks. It opens while it is the only
+        member, so that nobody else could serve, has the first block, and will soon have the last
+        one if blocks come as fast as they did. What begins on it stays there, so it stays open,
+        whatever comes, until it is complete."""
+        opened = next((instance.leader for instance in self.instances if instance.opening), None)
+        if opened in self._partial:
+            return None if self._members[opened].draining else opened
+        if len(self._members) != 1 or not self._partial:
+            return None
+        (member,) = self._members.values()
+        if member.draining or member.part is not None or 0 not in member.held:
+            return None
+        came = len(member.held) - member.had
+        left = self._record.n_blocks - len(member.held)
+        soon = (self._desk.at - member.since) * left <= OPENING_S * came
+        return member.node if soon and came else None
 
     # --- the gateways ---
 

@@ -43,6 +43,8 @@ class Member(msgspec.Struct, frozen=True):
     """Whether it was complete before the current loading, or the last one, began."""
     since: float = 0.0
     """When it became a member."""
+    had: int = 0
+    """How many blocks it held then."""
     host: str = ""
     """Its machine."""
     part: Part | None = None
@@ -125,9 +127,11 @@ def revise(
     busy: Callable[[InstanceId], bool],
     new_id: Callable[[str], str],
     event: EventId | None,
+    opening: NodeId | None = None,
 ) -> tuple[Instance, ...]:
     """The next set. `planned` may be some time old. `busy`: whether requests still run on an
-    instance, as far as is known. `new_id` makes the ids of paths, which are ascribed to `event`."""
+    instance, as far as is known. `new_id` makes the ids of paths, which are ascribed to `event`.
+    `opening`: a member that may take requests although it lacks blocks."""
     kept = {i.stages: i for i in previous if all(_holds(members, stage) for stage in i.stages)}
     paths = {
         stages: capacity
@@ -141,6 +145,10 @@ def revise(
             stages = _alone(member, blocks)
             capacity = planned.get(stages, spare.get(member.node, member.speed))
             result[stages] = _replica(member, stages, kept.get(stages), capacity)
+        elif member.node == opening:
+            stages = _alone(member, blocks)
+            replica = _replica(member, stages, None, member.speed)
+            result[stages] = msgspec.structs.replace(replica, opening=True)
     for stages, capacity in paths.items():
         rates = [_rate(members[stage.node]) for stage in stages]
         group = is_group(stages, members)
