@@ -33,10 +33,12 @@ import enum
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 
 import msgspec
 
 from services.node.core.kv import Kv, movable
+from services.node.core.kv_host import CopyRate
 from services.node.core.microbatches import (
     Bring,
     Command,
@@ -61,9 +63,13 @@ SECRET_BYTES = 16
 Worth = Callable[[ModelId, int, int], bool]
 """(model, positions, their bytes): whether to copy KV takes less time than to compute it."""
 
-COPIED_BYTES_PER_S = 1e9
-"""How fast KV goes out of pages and into pages again, with two digests, on one core
-(`benchmarks.handover`)."""
+COPIED_BYTES_PER_S = 2e9
+"""How fast KV is copied out of pages, or into pages, with its digest, until that was measured: one
+core's (`benchmarks.handover`)."""
+MEASURED_BYTES = 256 << 10
+"""Copies of less say more of the processor's caches than of their rate."""
+TRIAL_S = 0.25
+"""What is copied only to measure the rate may be expected to take so long at most."""
 ASKING_S = 0.005
 """Two questions and their answers, and the turns of threads between them."""
 FEW = 2
@@ -71,21 +77,56 @@ FEW = 2
 
 
 def is_worth(
-    profile: Profile, link_bytes_per_s: int, model_id: ModelId, positions: int, nbytes: int
+    profile: Profile,
+    link_bytes_per_s: int,
+    copied_bytes_per_s: float,
+    model_id: ModelId,
+    positions: int,
+    nbytes: int,
 ) -> bool:
     """Whether to copy the KV of so many positions takes less time than to compute it. `profile`: of
-    the node that would compute it. A link that was not measured counts as fast, an engine as slow.
-    `link_bytes_per_s`: 0: not known."""
-    asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, nbytes)
+    the node that would compute it, and `copied_bytes_per_s`: how fast that one copies, with a
+    digest. A link that was not measured counts as fast, an engine as slow. `link_bytes_per_s`: 0:
+    not known."""
+    asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, copied_bytes_per_s, nbytes)
     each_s = token_s(profile, model_id)
     return not each_s or asked_s < positions * each_s
 
 
-def copy_s(profile: Profile, link_bytes_per_s: int, nbytes: int) -> float:
-    """Seconds in which so many bytes of KV come from another node. `is_worth` says what the rates
-    are."""
+def copy_s(
+    profile: Profile, link_bytes_per_s: int, copied_bytes_per_s: float, nbytes: int
+) -> float:
+    """Seconds in which so many bytes of KV come from another node, which copies as fast. `is_worth`
+    says what the rates are."""
     rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
-    return nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
+    return 2 * nbytes / copied_bytes_per_s + (nbytes / min(rates) if rates else 0.0)
+
+
+class KvWorth:
+    """Whether KV is copied from other nodes, by how fast this node copies. `worth` is for one
+    thread, `copied` for one too."""
+
+    def __init__(self, link_bytes_per_s: int) -> None:
+        """`link_bytes_per_s`: 0: not known."""
+        self._link = link_bytes_per_s
+        self._rate = CopyRate(COPIED_BYTES_PER_S)
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """KV was copied out of pages or into pages, with its digest."""
+        if nbytes >= MEASURED_BYTES:
+            self._rate.add(nbytes, seconds)
+
+    def seconds(self, profile: Profile, nbytes: int) -> float:
+        """How long so many bytes take to come. `profile`: this node's."""
+        return copy_s(profile, self._link, self._rate.bytes_per_s, nbytes)
+
+    def worth(self, profile: Profile, model_id: ModelId, positions: int, nbytes: int) -> bool:
+        """If only this node's copies would be too slow, some are made to know how fast they are."""
+        if is_worth(profile, self._link, self._rate.bytes_per_s, model_id, positions, nbytes):
+            return True
+        small = self.seconds(profile, nbytes) <= TRIAL_S
+        may = small and is_worth(profile, self._link, inf, model_id, positions, nbytes)
+        return may and nbytes >= MEASURED_BYTES and self._rate.tries()
 
 
 def secret_of(submit: Submit) -> bytes:

@@ -84,7 +84,7 @@ class HostTier(Generic[Page]):
 
 class CopyRate:
     """How fast KV was copied lately, in either direction (the median). `bytes_per_s` may be read on
-    any thread, the rest belongs to one.
+    any thread. `add` is for one thread, `tries` for one too.
 
     Where copies are not worth it none are made, so that none are measured. So now and then one is
     made all the same: the first FEW, and FEW more whenever AGAIN were refused."""
@@ -99,9 +99,10 @@ class CopyRate:
 
     def add(self, nbytes: int, seconds: float) -> None:
         if nbytes and seconds > 0:
-            self._rates.append(nbytes / seconds)
-            if len(self._rates) >= FEW:
-                self.bytes_per_s = median(self._rates)
+            rates = self._rates
+            rates.append(nbytes / seconds)
+            if len(rates) >= FEW:
+                self.bytes_per_s = median(rates)
 
     def tries(self) -> bool:
         """A copy is not worth it: whether it is made to measure the rate."""
@@ -109,7 +110,7 @@ class CopyRate:
             self._refused += 1
             if self._refused < AGAIN:
                 return False
-            self._rates.clear()
+            self._rates = deque(maxlen=COPIES)
             self._trials, self._refused = FEW, 0
         self._trials -= 1
         return True

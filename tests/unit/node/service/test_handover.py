@@ -114,7 +114,7 @@ async def test_a_node_says_how_long_kv_takes_to_come(
             return [each.kv_s_per_token for each in models if each.model_id == model[0]]
 
         await up.statuses.until(lambda: bool(told()))
-        copied_s = model[1] * (1 / COPIED_BYTES_PER_S + 1 / rate)
+        copied_s = model[1] * (2 / COPIED_BYTES_PER_S + 1 / rate)
         assert told() == [pytest.approx(copied_s if kv_moves == "auto" else 0.0, rel=0.06)]
 
 
@@ -131,7 +131,8 @@ async def test_kv_comes_while_the_prompt_still_runs(tmp_path: Path, checkpoint: 
         there = up.services["b"]._worker.load()
         assert there.received_tokens >= movable(len(prompt))
         assert there.kv_received_bytes == up.services["a"]._worker.load().kv_sent_bytes > 0
-        assert len(of(up, 1)) <= 2, "the attempt before went on"
+        # It goes on while the new leader follows it, for a few steps.
+        assert len(of(up, 1)) < COUNT // 2, "the attempt before went on"
         found = {token.index: token.token for token in up.tokens_of("r")}
         await up.submit("a", request="oracle", **some)
         await up.tokens.until(lambda: up.over("oracle"))
