@@ -9,7 +9,9 @@ several moves, each with a prompt of its own.
 prefill    what the target takes to compute the prompt's KV: the limit for a copy
 moved in   from the move's beginning to the first token of the target; early: from the first token
            of the source
-pause      the longest time between two tokens of the stream, in steps of the target
+pause      the longest time between two tokens of the stream, from the source's last to the one
+           after the target's first, in steps of the target
+left       positions that the target computes before it goes on
 """
 
 import argparse
@@ -69,11 +71,25 @@ class Stream:
     at: dict[int, float] = field(default_factory=dict)
     attempt: dict[int, int] = field(default_factory=dict)
     tokens: dict[int, int] = field(default_factory=dict)
+    cached: tuple[int, int] = (0, 0)
+    """(index of the first token that the target drew, positions whose KV it had then)"""
     failed: str = ""
 
     def gaps(self) -> list[float]:
         times = [self.at[index] for index in sorted(self.at)]
         return [late - early for early, late in pairwise(times)]
+
+    @property
+    def first(self) -> int:
+        """The first token that came from the target."""
+        return min(index for index, attempt in self.attempt.items() if attempt == 2)
+
+    def pause(self, since: float) -> float:
+        """The longest time between two tokens where the target goes on. `since`: the time before
+        its first token, if the source gave none."""
+        last = max(self.first, self.cached[0]) + 1
+        times = [self.at.get(index, since) for index in range(self.first - 1, last + 1)]
+        return max(late - early for early, late in pairwise(times))
 
 
 @dataclass
@@ -82,6 +98,7 @@ class Move:
     step_s: float
     moved_s: float
     pause_s: float
+    left: int
 
 
 class Gateway:
@@ -104,6 +121,8 @@ class Gateway:
             stream = self._streams[token.request]
             stream.at.setdefault(token.index, now)
             stream.attempt.setdefault(token.index, token.attempt)
+            if token.attempt == 2 and token.cached:
+                stream.cached = token.index, token.cached
             stream.tokens.setdefault(token.index, token.token)
         for failure in message.failed:
             self._streams[failure.request].failed = failure.message
@@ -234,11 +253,13 @@ async def measure(gateway: Gateway, length: int, rounds: int, before: int = BEFO
         source, target = (NodeId(f"node-{(number + side) % 2}") for side in (0, 1))
         prompt = prompt_of(length, f"move {number} after {before}")
         stream = await gateway.move(prompt, source, target, before)
-        first = min(stream.at[i] for i, attempt in stream.attempt.items() if attempt == 2)
-        moved_s = first - (gateway.began if before else stream.at[0])
+        since = gateway.began if before else stream.at[0]
+        drawn, cached = stream.cached
+        left = length + (drawn or stream.first) - cached
         other = prompt_of(length, f"run {number} after {before}")
         prefill_s, step_s, _ = await gateway.run(other, target)
-        moves.append(Move(prefill_s, step_s, moved_s, max(stream.gaps())))
+        moved_s = stream.at[stream.first] - since
+        moves.append(Move(prefill_s, step_s, moved_s, stream.pause(since), left))
     return moves
 
 
@@ -270,18 +291,19 @@ async def measure_all(rounds: int, link_mbit: float) -> dict[tuple[str, int], li
 def report(found: dict[tuple[str, int], list[Move]], mbit: float) -> int:
     print(f"links of {mbit:g} Mbit/s; medians of {len(next(iter(found.values())))} moves, ms")
     print(
-        f"{'prompt':>6} {'KV':<10} {'prefill':>8} {'step':>6} {'moved in':>9} {'pause':>8}  steps"
+        f"{'prompt':>6} {'KV':<10} {'prefill':>8} {'step':>6} {'moved in':>9} {'left':>6} "
+        f"{'pause':>8}  steps"
     )
     met = True
     for (way, length), moves in sorted(found.items(), key=lambda item: item[0][1]):
-        prefill, step, moved, pause = (
+        prefill, step, moved, pause, left = (
             statistics.median(getattr(move, name) for move in moves)
-            for name in ("prefill_s", "step_s", "moved_s", "pause_s")
+            for name in ("prefill_s", "step_s", "moved_s", "pause_s", "left")
         )
         said = {"always": "copied", "early": "early", "never": "computed"}[way]
         print(
             f"{length:>6} {said:<10} {prefill * 1e3:8.1f} {step * 1e3:6.1f} {moved * 1e3:9.1f} "
-            f"{pause * 1e3:8.1f}  {pause / step:.1f}"
+            f"{left:6.0f} {pause * 1e3:8.1f}  {pause / step:.1f}"
         )
         if way != "never":
             within = pause / step <= PAUSE_BAR and moved / prefill <= COPY_BAR

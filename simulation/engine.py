@@ -232,8 +232,15 @@ class ModelledEngine(NoHostTier):
         model.stages[stage] = model.stages.get(stage, 0) + 1
         return 0
 
+    def receive_more(self, key: SequenceKey, end: int) -> None:
+        sequence = self._kv.find(key)
+        if sequence is not None and end > sequence.length:
+            self._kv.extend(sequence, end - sequence.length)
+
     def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
-        """Does nothing: no prefixes are cached."""
+        """No prefixes are cached."""
+        if sequence := self._kv.find(key):
+            self._kv.cut(sequence, len(tokens))
 
     def position_bytes(self, model_id: ModelId) -> int:
         return self._kv.position_bytes(model_id)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVarTuple
 
 from services.node.artefacts import Artefacts
 from services.node.attempts import Attempts
-from services.node.core.handover import copy_s, is_worth
+from services.node.core.handover import KvWorth
 from services.node.core.known_answers import KnownAnswers
 from services.node.core.profile import Profiler, token_s
 from services.node.core.view import NodeView
@@ -98,6 +98,7 @@ class NodeService(Service):
         self._unfit = ""
         """Why it takes nothing new; empty: it is fit."""
         self._profiler = Profiler()
+        self._kv_worth = KvWorth(config.link_bytes_per_s)
         self._statuses = Statuses(self._look, self._profiler, self._kv_s)
         self._engine_s: defaultdict[ModelId, float] = defaultdict(float)
         """Seconds that the engine has spent in sweeps."""
@@ -283,18 +284,15 @@ class NodeService(Service):
         self._attempts.tokens_came(gateway, tokens)
 
     def worth(self, model: ModelId, positions: int, nbytes: int) -> bool:
-        config = self._config
-        if config.kv_moves == "auto":
-            return is_worth(
-                self._statuses.profile, config.link_bytes_per_s, model, positions, nbytes
-            )
-        return config.kv_moves == "always"
+        if self._config.kv_moves == "auto":
+            return self._kv_worth.worth(self._statuses.profile, model, positions, nbytes)
+        return self._config.kv_moves == "always"
 
     def _kv_s(self, profile: Profile, nbytes: int) -> float:
-        config = self._config
-        if config.kv_moves == "never":
-            return 0.0
-        return copy_s(profile, config.link_bytes_per_s, nbytes)
+        return 0.0 if self._config.kv_moves == "never" else self._kv_worth.seconds(profile, nbytes)
+
+    def kv_copied(self, nbytes: int, seconds: float) -> None:
+        self._kv_worth.copied(nbytes, seconds)
 
     def token_s(self, model: ModelId) -> float:
         return token_s(self._statuses.profile, model)

@@ -53,7 +53,12 @@ class Node:
             return result
 
         transport.read = watched  # type: ignore[method-assign]
-        self.images = KvImages(transport, end.kv_room, self._spawn)
+        self.copied: list[int] = []
+        self.images = KvImages(transport, end.kv_room, self._spawn, self._note)
+
+    def _note(self, nbytes: int, seconds: float) -> None:
+        assert seconds > 0
+        self.copied.append(nbytes)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
@@ -96,6 +101,7 @@ async def test_pages_arrive_by_the_best_way_and_the_copy_goes(cluster: Cluster) 
     assert await target.bring(source, region, digest, pages)
     assert pages.content == KV
     assert target.ways == [target.end.way]
+    assert source.copied == target.copied == [len(KV)]
     source.images.end(region)
     await asyncio.gather(*source.tasks)
     assert not await target.has(source, region)
@@ -108,6 +114,7 @@ async def test_wrong_bytes_are_not_taken(cluster: Cluster) -> None:
     pages = Pages(nbytes=len(KV))
     assert not await target.bring(source, region, b"another digest", pages)
     assert pages.content == b""
+    assert target.copied == []
 
 
 async def test_a_region_that_is_unknown_or_shorter_is_no_kv(cluster: Cluster) -> None:

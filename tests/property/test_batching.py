@@ -92,14 +92,19 @@ def test_what_runs_moves_with_its_kv_and_no_token_is_lost(data: st.DataObject) -
             network.submit(a_move(network, data))
         choices = [("deliver", link) for link in network.live_links()]
         choices += [("step", (name, name)) for name in NODES]
+        if data.draw(st.integers(0, 4)) == 0:
+            waiting = [(key, name) for name in NODES for key in network.nodes[name].unsettled]
+            choices += [("late", each) for each in waiting] * 3
         what, (sender, name) = data.draw(st.sampled_from(choices))
         node = network.nodes[name]
         if what == "deliver":
             network.deliver((sender, name))
+        elif what == "late":
+            network.late(name, sender)
         elif node.preparing:
             network.prepare(name)
         elif node.bringing:
-            network.bring(name)
+            network.bring(name, right=data.draw(st.integers(0, 9)) > 0)
         elif node.sweep is None:
             network.begin(name)
         else:

@@ -97,6 +97,9 @@ class AmpleKv(NoHostTier):
     ) -> int:
         raise CapacityExceeded("no KV is moved here")
 
+    def receive_more(self, key: str, end: int) -> None:
+        raise AssertionError("no KV is moved here")
+
     def received(self, key: str, tokens: tuple[int, ...]) -> None:
         raise AssertionError("no KV was moved here")
 

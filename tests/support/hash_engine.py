@@ -308,6 +308,9 @@ class HashEngine(NoHostTier):
     ) -> int:
         raise CapacityExceeded("no KV comes from other nodes here")
 
+    def receive_more(self, key: SequenceKey, end: int) -> None:
+        raise NotFound(f"no KV of {key} comes")
+
     def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
         raise NotFound(f"no KV of {key} has come")
 

@@ -50,5 +50,8 @@ class PlaneHears(Hears):
     def on_arrived(self, arrival: Arrival) -> None:
         self._arrived(arrival)
 
+    def on_kv_copied(self, nbytes: int, seconds: float) -> None:
+        """Nobody asks."""
+
     def on_failed(self, failure: PullFailure) -> None:
         self._failed(failure)

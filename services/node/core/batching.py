@@ -44,6 +44,7 @@ from services.node.core.microbatches import (
     KvAsk,
     KvDone,
     KvHere,
+    Lend,
     Part,
     Path,
     Pull,
@@ -201,15 +202,28 @@ class Batcher:
         if led is not None:
             lends = lend(ask, led.path, 0, secret_of(led.submit))
             comes = led.keeps_kv and not led.path.followers
-            if lends and (comes or led.position >= ask.end):
+            if lends and (comes or ask.more or led.position >= ask.end):
                 lends = msgspec.structs.replace(lends, sequence=led.key)
-                return self._lendings.begin(lends, led.path.model_id, led.position)
+                return self._begin_to_lend(lends, led.path.model_id, led.position)
         followed = self._follower.sequences.get(ask.sequence)
-        if followed and followed.ran >= ask.end:
+        if followed and (ask.more or followed.final >= ask.end):
             lends = lend(ask, followed.path, followed.stage, followed.secret)
             if lends:
-                return self._lendings.begin(lends, followed.path.model_id, followed.ran)
+                return self._begin_to_lend(lends, followed.path.model_id, followed.final)
         return [refused(ask, self._handled.cause)]
+
+    def _begin_to_lend(self, ask: KvAsk, model_id: ModelId, ran: int) -> list[Command]:
+        begin = self._lendings.more if ask.more else self._lendings.begin
+        return begin(ask, model_id, ran)
+
+    def lent(self, lend: Lend, here: KvHere) -> list[Command]:
+        """A piece can be read, or cannot be lent after all: tells who has asked."""
+        self._handled.cause = lend.cause
+        key = lend.ask.sequence
+        led, followed = self._leader.led.running.get(key), self._follower.sequences.get(key)
+        ran = led.position if led else followed.final if followed else 0
+        here = msgspec.structs.replace(here, ran=ran)
+        return [Send(lend.ask.to, here, cause=lend.cause)]
 
     def peer_lost(self, address: str, why: Failure) -> list[Command]:
         self._handled.cause = f"loss of {address}"

@@ -89,6 +89,8 @@ class Followed:
     """Positions that were run here, or run now."""
     done: int = 0
     """Positions that were run here."""
+    final: int = 0
+    """Those of them that were not proposed."""
     alone_until: int = 0
     """See `Submit.alone_until`."""
     secret: bytes = b""
@@ -282,6 +284,7 @@ class Follower:
         for row in part.rows:
             if followed := self.sequences.get(row.sequence):
                 followed.done = row.position + row.count
+                followed.final = followed.done - row.proposed
 
     def free(self, message: Free) -> list[Command]:
         return self.end(message.sequences)

@@ -3,28 +3,42 @@
     new leader                                   each stage of the old path      old leader
     takes pages for the KV, asks for it  ------> copies it piece by piece,
     reads the pieces as they come        <------ says where each is
-    has all of it: Yield                 --------------------------------------> ends the sequence
-    runs the tokens since, and goes on   <-------------------------------------- its tokens so far
+    has all of it, and asks for more     ------> copies what has run since
+    reads that, and may ask for more     <------ says where it is
+    lacks hardly anything: Yield         --------------------------------------> ends the sequence
+    runs what it lacks, and goes on      <-------------------------------------- its tokens so far
 
 Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). It may
 even be in its prompt: then pieces come as layers have run (`services.node.core.lending`). What is
-copied are whole pages that nobody writes to any more. The positions after them, a page and what was
-generated meanwhile, are run anew in one step.
+copied first are whole pages that nobody writes to any more. What is generated meanwhile, and the
+page before it, follow in rounds, each of which finds less to copy than the one before. A few
+positions are left, which are run in the step that draws the next token.
 
-Whatever goes wrong, the new leader goes on without the KV and computes it. Tokens that both
-generate are the same, and gateways drop the second.
+    phase      to         when
+    copying    following  what was asked for first has come, and a round is worth it
+               yielding   the same, and none is
+    following  following  a round is over, and one more is worth it
+               yielding   the same, and none is; or something of it could not be had
+    any        (none)     the old leader has yielded or was lost; it took too long; it is over
+
+Whatever goes wrong before all of the first has come, the new leader goes on without the KV and
+computes it. After that it goes on with what it has. Tokens that both generate are the same, and
+gateways drop the second.
 
 KV depends on nothing but the tokens and the model. So it is lent to whoever proves to know the
 prompt: the *secret* of a sequence is a digest of its request and of its prompt.
 """
 
-from collections.abc import Callable, Iterable
+import enum
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from math import inf
 
 import msgspec
 
 from services.node.core.kv import Kv, movable
+from services.node.core.kv_host import CopyRate
 from services.node.core.microbatches import (
     Bring,
     Command,
@@ -38,7 +52,7 @@ from services.node.core.profile import token_s
 from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Sequence, sequence_key
-from shared.errors import CapacityExceeded
+from shared.errors import CapacityExceeded, IllegalTransition
 from shared.ids import ModelId
 from shared.messages.instances import Stage
 from shared.messages.pool import Profile
@@ -49,29 +63,70 @@ SECRET_BYTES = 16
 Worth = Callable[[ModelId, int, int], bool]
 """(model, positions, their bytes): whether to copy KV takes less time than to compute it."""
 
-COPIED_BYTES_PER_S = 1e9
-"""How fast KV goes out of pages and into pages again, with two digests, on one core
-(`benchmarks.handover`)."""
+COPIED_BYTES_PER_S = 2e9
+"""How fast KV is copied out of pages, or into pages, with its digest, until that was measured: one
+core's (`benchmarks.handover`)."""
+MEASURED_BYTES = 256 << 10
+"""Copies of less say more of the processor's caches than of their rate."""
+TRIAL_S = 0.25
+"""What is copied only to measure the rate may be expected to take so long at most."""
 ASKING_S = 0.005
 """Two questions and their answers, and the turns of threads between them."""
+FEW = 2
+"""So many positions are run as soon as one, or as another node has been asked for them."""
 
 
 def is_worth(
-    profile: Profile, link_bytes_per_s: int, model_id: ModelId, positions: int, nbytes: int
+    profile: Profile,
+    link_bytes_per_s: int,
+    copied_bytes_per_s: float,
+    model_id: ModelId,
+    positions: int,
+    nbytes: int,
 ) -> bool:
     """Whether to copy the KV of so many positions takes less time than to compute it. `profile`: of
-    the node that would compute it. A link that was not measured counts as fast, an engine as slow.
-    `link_bytes_per_s`: 0: not known."""
-    asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, nbytes)
+    the node that would compute it, and `copied_bytes_per_s`: how fast that one copies, with a
+    digest. A link that was not measured counts as fast, an engine as slow. `link_bytes_per_s`: 0:
+    not known."""
+    asked_s = ASKING_S + copy_s(profile, link_bytes_per_s, copied_bytes_per_s, nbytes)
     each_s = token_s(profile, model_id)
     return not each_s or asked_s < positions * each_s
 
 
-def copy_s(profile: Profile, link_bytes_per_s: int, nbytes: int) -> float:
-    """Seconds in which so many bytes of KV come from another node. `is_worth` says what the rates
-    are."""
+def copy_s(
+    profile: Profile, link_bytes_per_s: int, copied_bytes_per_s: float, nbytes: int
+) -> float:
+    """Seconds in which so many bytes of KV come from another node, which copies as fast. `is_worth`
+    says what the rates are."""
     rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
-    return nbytes / COPIED_BYTES_PER_S + (nbytes / min(rates) if rates else 0.0)
+    return 2 * nbytes / copied_bytes_per_s + (nbytes / min(rates) if rates else 0.0)
+
+
+class KvWorth:
+    """Whether KV is copied from other nodes, by how fast this node copies. `worth` is for one
+    thread, `copied` for one too."""
+
+    def __init__(self, link_bytes_per_s: int) -> None:
+        """`link_bytes_per_s`: 0: not known."""
+        self._link = link_bytes_per_s
+        self._rate = CopyRate(COPIED_BYTES_PER_S)
+
+    def copied(self, nbytes: int, seconds: float) -> None:
+        """KV was copied out of pages or into pages, with its digest."""
+        if nbytes >= MEASURED_BYTES:
+            self._rate.add(nbytes, seconds)
+
+    def seconds(self, profile: Profile, nbytes: int) -> float:
+        """How long so many bytes take to come. `profile`: this node's."""
+        return copy_s(profile, self._link, self._rate.bytes_per_s, nbytes)
+
+    def worth(self, profile: Profile, model_id: ModelId, positions: int, nbytes: int) -> bool:
+        """If only this node's copies would be too slow, some are made to know how fast they are."""
+        if is_worth(profile, self._link, self._rate.bytes_per_s, model_id, positions, nbytes):
+            return True
+        small = self.seconds(profile, nbytes) <= TRIAL_S
+        may = small and is_worth(profile, self._link, inf, model_id, positions, nbytes)
+        return may and nbytes >= MEASURED_BYTES and self._rate.tries()
 
 
 def secret_of(submit: Submit) -> bytes:
@@ -98,6 +153,19 @@ def covers(pieces: Iterable[Piece], blocks: Iterable[int], first: int, end: int)
     return True
 
 
+class Phase(enum.Enum):
+    COPYING = "copying"
+    FOLLOWING = "following"
+    YIELDING = "yielding"
+
+
+STEPS: Mapping[Phase, frozenset[Phase]] = {
+    Phase.COPYING: frozenset({Phase.FOLLOWING, Phase.YIELDING}),
+    Phase.FOLLOWING: frozenset({Phase.FOLLOWING, Phase.YIELDING}),
+    Phase.YIELDING: frozenset(),
+}
+
+
 @dataclass(slots=True)
 class Taking:
     """A sequence whose KV comes from other nodes."""
@@ -108,10 +176,24 @@ class Taking:
     first: int
     """Positions before this one were cached here."""
     end: int
+    """Those before this one are asked for first."""
+    kept: tuple[int, ...]
+    """The blocks that keep KV."""
     pieces: list[Piece] = field(default_factory=list)
-    """What has come of the rest."""
-    came: bool = False
-    """Whether all of it has."""
+    """What has come of the positions up to `end`."""
+    phase: Phase = Phase.COPYING
+    ran: dict[int, int] = field(default_factory=dict)
+    """How far each stage was when it last said so."""
+    asked: dict[int, int] = field(default_factory=dict)
+    """In rounds: the position from which on each stage is asked, or was asked last."""
+    came: dict[int, int] = field(default_factory=dict)
+    """In rounds: how many positions of each block have come."""
+    awaited: set[int] = field(default_factory=set)
+    """The stages whose part of this round has not come."""
+    lacks: int = 0
+    """How many positions were missing when the last round began. 0: none has begun."""
+    bringing: int = 0
+    """Pieces that are being brought."""
 
     @property
     def stages(self) -> tuple[Stage, ...]:
@@ -120,6 +202,20 @@ class Taking:
     @property
     def stop(self) -> int:
         return self.stages[-1].stop
+
+    @property
+    def has(self) -> int:
+        """How many positions have come in all blocks."""
+        if self.phase is Phase.COPYING:
+            return 0
+        return min(self.came.values())
+
+    def to(self, phase: Phase) -> None:
+        """IllegalTransition if its table has no such step."""
+        if phase not in STEPS[self.phase]:
+            step = f"{self.phase.value} -> {phase.value}"
+            raise IllegalTransition(f"KV of {self.source}: {step} is not a step")
+        self.phase = phase
 
 
 class Takings:
@@ -151,56 +247,141 @@ class Takings:
         except CapacityExceeded:
             return None
         source = sequence_key(submit.request, submit.takes_over)
-        taking = Taking(sequence, source, first, end, came=first >= end)
+        blocks = range(submit.kv_from[-1].stop)
+        kept = tuple(b for b in blocks if self._kv.keeps(model_id, b, b + 1))
+        taking = Taking(sequence, source, first, end, kept)
         self._takings[sequence.key] = taking
-        if taking.came:
-            return self._ask_to_yield(taking)
-        return [self._ask(taking, index) for index in range(len(submit.kv_from))]
+        if first >= end:
+            return self._all_came(taking)
+        return [self._ask(taking, index, first, end) for index in range(len(submit.kv_from))]
 
     def here(self, message: KvHere) -> list[Command] | None:
         """A stage has lent a piece of its KV. None: it lends none, and the sequence goes on
         without."""
         taking = self._takings.get(message.taker)
-        if taking is None or taking.came or message.stage >= len(taking.stages):
+        if taking is None or message.stage >= len(taking.stages):
             return []
+        match taking.phase:
+            case Phase.COPYING:
+                return self._first_here(taking, message)
+            case Phase.FOLLOWING if message.stage in taking.awaited:
+                return self._more_here(taking, message)
+            case _:
+                return []
+
+    def _first_here(self, taking: Taking, message: KvHere) -> list[Command] | None:
         stage = taking.stages[message.stage]
         blocks = (message.start, message.stop) if message.stop else (stage.start, stage.stop)
         positions = (message.first, message.end) if message.end else (taking.first, taking.end)
         inside = taking.first <= positions[0] < positions[1] <= taking.end
         if not message.region or blocks[1] > taking.stop or not inside:
             return None
-        cause = self._handled.cause
-        piece = message.taker, message.stage, blocks, positions
-        return [Bring(*piece, stage.address, message, cause=cause)]
+        return [self._bring(taking, message, blocks, positions)]
 
-    def brought(self, bring: Bring) -> list[Command]:
-        """A piece is in the sequence's pages."""
+    def _more_here(self, taking: Taking, message: KvHere) -> list[Command]:
+        blocks, positions = (message.start, message.stop), (message.first, message.end)
+        follows = message.first == taking.asked[message.stage] < message.end
+        inside = message.end <= taking.sequence.limit and message.stop <= taking.stop
+        if not message.region or not (follows and inside):
+            return self._lacking(taking, message.stage)
+        try:
+            self._kv.receive_more(message.taker, message.end)
+        except CapacityExceeded:
+            return self._lacking(taking, message.stage)
+        return [self._bring(taking, message, blocks, positions)]
+
+    def _bring(
+        self, taking: Taking, message: KvHere, blocks: tuple[int, int], positions: tuple[int, int]
+    ) -> Command:
+        taking.ran[message.stage] = message.ran
+        taking.bringing += 1
+        piece = message.taker, message.stage, blocks, positions
+        address = taking.stages[message.stage].address
+        return Bring(*piece, address, message, cause=self._handled.cause)
+
+    def brought(self, bring: Bring, *, right: bool) -> list[Command] | None:
+        """A piece is in the sequence's pages, or could not be had. None: the sequence goes on
+        without KV."""
         taking = self._takings.get(bring.sequence)
-        if taking is None or taking.came:
+        if taking is None:
             return []
-        taking.pieces.append((*bring.blocks, *bring.positions))
-        if not self._all_came(taking):
-            return []
-        taking.came = True
+        taking.bringing -= 1
+        match taking.phase:
+            case Phase.COPYING:
+                if not right:
+                    return None
+                taking.pieces.append((*bring.blocks, *bring.positions))
+                return self._all_came(taking) if self._is_whole(taking) else []
+            case Phase.FOLLOWING if not right:
+                return self._lacking(taking, bring.stage)
+            case Phase.FOLLOWING:
+                return self._more_came(taking, bring)
+            case Phase.YIELDING:
+                return []
+
+    def _is_whole(self, taking: Taking) -> bool:
+        kept, pieces = taking.kept, taking.pieces
+        area = sum((stop - start) * (end - first) for start, stop, first, end in pieces)
+        enough = area >= len(kept) * (taking.end - taking.first)
+        return enough and covers(pieces, kept, taking.first, taking.end)
+
+    def _all_came(self, taking: Taking) -> list[Command]:
+        taking.came = dict.fromkeys(taking.kept, taking.end)
+        taking.asked = dict.fromkeys(taking.ran, taking.end)
+        return self._go_on(taking)
+
+    def _more_came(self, taking: Taking, bring: Bring) -> list[Command]:
+        first, end = bring.positions
+        taking.asked[bring.stage] = end
+        for block in range(*bring.blocks):
+            if taking.came.get(block) == first:
+                taking.came[block] = end
+        taking.awaited.discard(bring.stage)
+        return [] if taking.awaited else self._go_on(taking)
+
+    def _lacking(self, taking: Taking, stage: int) -> list[Command]:
+        """The stage has nothing more that could be had. What the others have comes yet."""
+        taking.ran[stage] = 0
+        taking.awaited.discard(stage)
+        return [] if taking.awaited else self._go_on(taking)
+
+    def _go_on(self, taking: Taking) -> list[Command]:
+        """Asks for what has run meanwhile, or for the sequence."""
+        before, taking.lacks = taking.lacks, self._lack(taking)
+        if taking.lacks > FEW and (not before or taking.lacks < before):
+            taking.to(Phase.FOLLOWING)
+            taking.awaited = set(taking.asked)
+            limit = taking.sequence.limit
+            return [
+                self._ask(taking, index, first, limit, more=True)
+                for index, first in taking.asked.items()
+            ]
+        taking.to(Phase.YIELDING)
         return self._ask_to_yield(taking)
 
-    def _all_came(self, taking: Taking) -> bool:
+    def _lack(self, taking: Taking) -> int:
+        """How many positions are missing that another round would bring, if it is worth it."""
+        ran = taking.ran.values()
+        lacks = max(ran, default=0) - min(taking.came.values())
         model_id = taking.sequence.path.model_id
-        kept = [b for b in range(taking.stop) if self._kv.keeps(model_id, b, b + 1)]
-        area = sum((stop - start) * (end - first) for start, stop, first, end in taking.pieces)
-        enough = area >= len(kept) * (taking.end - taking.first)
-        return enough and covers(taking.pieces, kept, taking.first, taking.end)
+        nbytes = lacks * self._kv.position_bytes(model_id)
+        return lacks if all(ran) and self._worth(model_id, lacks, nbytes) else 0
 
     def end(self, key: SequenceKey) -> int | None:
-        """Forgets the taking. Returns how many positions have come: 0 if not all have; None if
-        there was none."""
+        """Forgets the taking. Returns how many positions have come, and can be used: 0 if not all
+        have that were asked for first; None if there was none."""
         taking = self._takings.pop(key, None)
         if taking is None:
             return None
-        if not taking.came:
-            return 0
-        self._kv.received(key, tuple(taking.sequence.tokens[: taking.end]))
-        return taking.end
+        tokens = taking.sequence.tokens
+        has = min(taking.has, len(tokens) - 1)
+        if has:
+            self._kv.received(key, tuple(tokens[:has]))
+        return has
+
+    def is_coming(self, key: SequenceKey) -> bool:
+        """Whether KV of the sequence is being brought."""
+        return key in self._takings and self._takings[key].bringing > 0
 
     def has(self, key: SequenceKey) -> bool:
         return key in self._takings
@@ -218,7 +399,9 @@ class Takings:
             if any(stage.address == address for stage in taking.stages)
         ]
 
-    def _ask(self, taking: Taking, index: int) -> Command:
+    def _ask(
+        self, taking: Taking, index: int, first: int, end: int, *, more: bool = False
+    ) -> Command:
         stage, sequence = taking.stages[index], taking.sequence
         ask = KvAsk(
             taking.source,
@@ -226,11 +409,12 @@ class Takings:
             index,
             stage.start,
             stage.stop,
-            taking.first,
-            taking.end,
+            first,
+            end,
             sequence.path.leader,
             sequence.key,
             any_cut=True,
+            more=more,
         )
         return Send(stage.address, ask, cause=self._handled.cause)
 

@@ -30,7 +30,7 @@ Need = tuple[ModelId, int]
 
 
 class KvPages(Protocol):
-    """Whole pages of one sequence's KV that are copied to another node, or from there. `read` and
+    """Positions of one sequence's KV that are copied to another node, or from there. `read` and
     `fill` may be called on any thread, and raise NotFound once the pages are gone."""
 
     @property
@@ -38,10 +38,10 @@ class KvPages(Protocol):
         """The size of the copy."""
 
     def read(self, image: memoryview) -> None:
-        """Copies the pages into `image`."""
+        """Copies the positions into `image`."""
 
     def fill(self, image: memoryview) -> None:
-        """Copies the pages out of `image`."""
+        """Copies the positions out of `image`."""
 
 
 class KvMover(Protocol):
@@ -67,8 +67,8 @@ class KvMover(Protocol):
 
 
 def movable(tokens: int) -> int:
-    """Of a sequence with `tokens` known tokens, the positions whose KV can be taken over from
-    another node: whole pages. The last token was drawn after all positions before it had been run;
+    """Of a sequence with `tokens` known tokens, the positions whose KV another node is asked for
+    first: whole pages. The last token was drawn after all positions before it had been run;
     whether its own position was run is not known."""
     return (tokens - 1) // PAGE * PAGE
 
@@ -163,8 +163,13 @@ class Kv(Protocol):
         `movable(len(tokens))` positions. Returns how many of them are cached here.
         CapacityExceeded: there are too few pages, and the sequence is not known."""
 
+    def receive_more(self, key: SequenceKey, end: int) -> None:
+        """Takes pages for further positions, up to `end`, of a sequence that `receive` started.
+        CapacityExceeded changes nothing."""
+
     def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
-        """The KV of `tokens`, the tokens of these positions, has come."""
+        """The KV of `tokens`, the tokens of the first positions, has come. The sequence goes on
+        after these."""
 
     def position_bytes(self, model_id: ModelId) -> int:
         """Bytes of the KV of one position in the whole model."""

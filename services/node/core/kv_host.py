@@ -30,6 +30,12 @@ COPIES = 32
 FEW = 5
 """Fewer copies say too little of their rate: if the processor was taken away during the first, no
 further copy would be tried."""
+AGAIN = 256
+"""If copies were too slow so many times, the rate is measured anew: something else may have been
+busy then."""
+TRIAL_BYTES = 4 << 20
+"""About so much is copied at a time to measure the rate, where it is not expected to be worth
+it."""
 
 PageKey = tuple[ModelId, bytes]
 """(model, digest of all tokens up to the end of the page)"""
@@ -77,18 +83,37 @@ class HostTier(Generic[Page]):
 
 
 class CopyRate:
-    """How fast pages were copied lately, in either direction (the median)."""
+    """How fast KV was copied lately, in either direction (the median). `bytes_per_s` may be read on
+    any thread. `add` is for one thread, `tries` for one too.
 
-    def __init__(self) -> None:
+    Where copies are not worth it none are made, so that none are measured. So now and then one is
+    made all the same: the first FEW, and FEW more whenever AGAIN were refused."""
+
+    def __init__(self, assumed: float = ASSUMED_BYTES_PER_S) -> None:
+        """`assumed`: until FEW copies were measured, in bytes/s."""
+        self.bytes_per_s = assumed
         self._rates: deque[float] = deque(maxlen=COPIES)
+        self._trials = FEW
+        """How many more are to be made though they are not worth it."""
+        self._refused = 0
 
     def add(self, nbytes: int, seconds: float) -> None:
         if nbytes and seconds > 0:
-            self._rates.append(nbytes / seconds)
+            rates = self._rates
+            rates.append(nbytes / seconds)
+            if len(rates) >= FEW:
+                self.bytes_per_s = median(rates)
 
-    @property
-    def bytes_per_s(self) -> float:
-        return median(self._rates) if len(self._rates) >= FEW else ASSUMED_BYTES_PER_S
+    def tries(self) -> bool:
+        """A copy is not worth it: whether it is made to measure the rate."""
+        if not self._trials:
+            self._refused += 1
+            if self._refused < AGAIN:
+                return False
+            self._rates = deque(maxlen=COPIES)
+            self._trials, self._refused = FEW, 0
+        self._trials -= 1
+        return True
 
     def portion(self, page: int, within_s: float = PORTION_S) -> int:
         """How many pages, of `page` bytes each, are copied in `within_s`. It is never less than the

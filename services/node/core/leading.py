@@ -57,6 +57,7 @@ from services.node.core.microbatches import (
     Sampled,
     Send,
     Settled,
+    Stop,
     Weighed,
     Yield,
     Yielded,
@@ -299,28 +300,31 @@ class Leader:
         return self.take_over(message.taker) if commands is None else commands
 
     def kv_brought(self, bring: Bring, *, right: bool) -> list[Command]:
-        commands = self.takings.brought(bring) if right else None
+        commands = self.takings.brought(bring, right=right)
         return self.take_over(bring.sequence) if commands is None else commands
 
     def yielded(self, message: Yielded) -> list[Command]:
         return self.take_over(message.taker, message.generated)
 
     def take_over(self, key: SequenceKey, generated: tuple[int, ...] = ()) -> list[Command]:
-        """Goes on with what has come of the sequence's KV: all of it or nothing. `generated`: what
-        its request has generated. The gateway gets the new tokens from here too, because what comes
-        next could overtake those of the old leader."""
-        received, cause = self.takings.end(key), self._handled.cause
-        if received is None:
+        """Goes on with what has come of the sequence's KV. `generated`: what its request has
+        generated. The gateway gets the new tokens from here too, because what comes next could
+        overtake those of the old leader."""
+        if not self.takings.has(key):
             return []
+        cause = self._handled.cause
         sequence = self.led.preparing.pop(key)
-        sequence.received = received
-        self.received_tokens += received
+        fresh = sequence.learn(generated)
         commands: list[Command] = []
-        if not received:
+        if self.takings.is_coming(key):
+            commands.append(Stop(key, cause=cause))
+        sequence.received = self.takings.end(key) or 0
+        self.received_tokens += sequence.received
+        if not sequence.received:
             commands += [Release((key,), cause=cause), *self._lendings.over(key)]
             sequence.rename()
         submit = sequence.submit
-        for index in sequence.learn(generated):
+        for index in fresh:
             token = sequence.tokens[submit.prompt_tokens + index]
             known = Token(submit.request, submit.attempt, index, token)
             commands.append(Emit(submit.gateway, known, cause=cause))

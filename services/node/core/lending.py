@@ -1,9 +1,11 @@
 """The lender's part of a handover: KV goes out in pieces, as layers have run.
 
-A *piece* is the KV of some blocks and positions: whole pages to which nobody writes any more. What
-has run when the KV is asked for is lent at once. If this node, alone, still runs the prompt, the
-rest follows while it runs: a block's KV is final once the block has run. So the prefill hides the
-transfer, but for the last block's.
+A *piece* is the KV of some blocks and positions, which nobody writes to any more: at first of whole
+pages. What has run when the KV is asked for is lent at once. If this node, alone, still runs the
+prompt, the rest follows while it runs: a block's KV is final once the block has run. So the prefill
+hides the transfer, but for the last block's.
+
+After that the new leader asks for more, and gets what has run since, page or not.
 """
 
 from collections.abc import Iterator
@@ -62,6 +64,16 @@ class Lendings:
         if opened.whole < ask.end:
             self._open.setdefault(ask.sequence, []).append(opened)
         return commands
+
+    def more(self, ask: KvAsk, model_id: ModelId, ran: int) -> list[Command]:
+        """Lends one piece of what has run from `ask.first` on, if anything has."""
+        kept = self._kept(model_id, ask.start, ask.stop)
+        most = max(1, PIECE_BYTES // max(1, self._kv.position_bytes(model_id)))
+        end = min(ran, ask.end, ask.first + most)
+        if not kept or end <= ask.first:
+            return [refused(ask, self._handled.cause)]
+        piece = msgspec.structs.replace(ask, start=kept[0], stop=kept[-1] + 1, end=end)
+        return [Lend(piece, cause=self._handled.cause)]
 
     def wants(self, keys: tuple[SequenceKey, ...]) -> bool:
         """Whether KV of these sequences is asked for."""

@@ -4,8 +4,8 @@ shell.
 `Admit`, `Admitted`, `Pull`, `Forward`, `Sampled`, `Free`, `Failed` and the messages about KV that
 moves (`services.node.core.handover`) cross between nodes
 (`services.node.execution.activations` has their wire form). `Send`, `Release`, `Prepare`, `Lend`,
-`Bring`, `Return`, `Settled`, `Weighed` and `Emit` are commands of the scheduler; each names its
-cause, and a message carries that of its `Send` along.
+`Bring`, `Stop`, `Return`, `Settled`, `Weighed` and `Emit` are commands of the scheduler; each names
+its cause, and a message carries that of its `Send` along.
 The scheduler passes hidden states on and never looks inside.
 """
 
@@ -188,7 +188,7 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
     """The blocks of that stage, as the path was planned."""
     first: int
     end: int
-    """The positions, first <= position < end: whole pages."""
+    """The positions, first <= position < end: whole pages, but for `more`."""
     to: str
     """The new leader's address."""
     taker: SequenceKey
@@ -196,6 +196,9 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
     any_cut: bool = False
     """Whether the stage may lend other blocks, if the path was cut elsewhere for this sequence
     (`services.node.core.live_scaling`)."""
+    more: bool = False
+    """Lend one piece of all blocks, as far as these positions have run by now. Answered with one
+    KvHere."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -219,6 +222,8 @@ class KvHere(StageMessage, frozen=True, tag="kv_here"):
     first: int = 0
     end: int = 0
     """Its positions. 0 and 0: all that were asked for."""
+    ran: int = 0
+    """How many positions have run by now. 0: more cannot be asked for."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -376,6 +381,14 @@ class Bring(_Command):
 
 
 @dataclass(frozen=True, slots=True)
+class Stop(_Command):
+    """The sequence goes on without the KV that is still to be brought. Once this is obeyed, nobody
+    writes to its pages."""
+
+    sequence: SequenceKey
+
+
+@dataclass(frozen=True, slots=True)
 class Return(_Command):
     """Nobody reads this region any more."""
 
@@ -410,7 +423,7 @@ class Emit(_Command):
     what: Token | AttemptFailed | Scores
 
 
-Command = Send | Release | Prepare | Lend | Bring | Return | Settled | Weighed | Emit
+Command = Send | Release | Prepare | Lend | Bring | Stop | Return | Settled | Weighed | Emit
 
 
 class Finish(enum.Enum):

@@ -110,6 +110,8 @@ def _check_here(message: KvHere) -> None:
         raise _malformed(f"KV of blocks {message.start} to {message.stop}")
     if not 0 <= message.first <= message.end < END:
         raise _malformed(f"KV of positions {message.first} to {message.end}")
+    if not 0 <= message.ran < END:
+        raise _malformed(f"KV of a sequence that has run {message.ran} positions")
 
 
 def _check_forward(message: Forward) -> None:

@@ -129,6 +129,7 @@ class TorchEngine:
                 kv_dtype(dtype, fused or compiled is not None),
                 weight=sum(block.nbytes for block in manifest.blocks),
                 erased=not fused and compiled is None,
+                transposed=compiled is not None,
             )
             longest = self._kv.longest(model_id)
             made: Callable[..., Decoder] = Decoder
@@ -274,8 +275,14 @@ class TorchEngine:
             raise
         return found
 
+    def receive_more(self, key: SequenceKey, end: int) -> None:
+        sequence = self._kv.find(key)
+        if sequence is not None and end > sequence.length:
+            self._kv.extend(sequence, end - sequence.length)
+
     def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
         if sequence := self._kv.find(key):
+            self._kv.cut(sequence, len(tokens))
             first = sequence.known * PAGE
             self._kv.keep(sequence, first, tokens[first:])
 

@@ -142,10 +142,12 @@ class KvCache:
         *,
         weight: int = 1,
         erased: bool = False,
+        transposed: bool = False,
     ) -> None:
         """Gives the model a share of the memory, by `weight`. `layers`: those that may be run
         here. On a CPU only pages that are used become resident. CapacityExceeded if too little
-        memory is left for it, or for its share.
+        memory is left for it, or for its share. `transposed`: whether kernels keep keys transposed
+        in pages.
 
         `erased`: what an earlier sequence left in the page in which a sequence ends is erased,
         because attention reads that page whole, and a mask gives a foreign value no weight only if
@@ -174,7 +176,7 @@ class KvCache:
             lambda slab: -(-(slab + 1) * self._slab_bytes // piece),
             partial(self._leave, model_id),
         )
-        form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}"
+        form = f"{PAGE} x 2 x {n_kv_heads} x {head_dim} {dtype}" + ", transposed" * transposed
         self._models[model_id] = KvModel(
             self._memory.view(dtype), layers, heads, pages, len(layers) * piece, erased, form
         )
@@ -338,19 +340,20 @@ class KvCache:
         return model.page_bytes // PAGE if model else 0
 
     def lend(self, key: SequenceKey, layers: range, first: int, stop: int) -> KvLoan:
-        """The KV of positions first <= position < stop, whole pages, in these layers. NotFound: the
-        sequence does not have them."""
+        """The KV of positions first <= position < stop in these layers, with all of the pages in
+        which they lie. NotFound: the sequence does not have them."""
         sequence = self._sequences.get(key)
         if sequence is None or not (set(layers) <= set(sequence.layers)) or not layers:
             raise NotFound(f"there is no KV of sequence {key} in layers {layers}")
-        if first % PAGE or stop % PAGE or not 0 <= first < stop <= sequence.length:
+        if not 0 <= first < stop <= sequence.length:
             raise NotFound(f"sequence {key} has {sequence.length} positions, not {first} to {stop}")
         model = self._models[sequence.model_id]
-        pages = tuple(sequence.pages[first // PAGE : stop // PAGE])
+        pages = tuple(sequence.pages[first // PAGE : pages_of(stop)])
         for page in pages:
             model.pages.read(page + sequence.shift)
         form = f"{len(layers)} x {model.form}"
-        loan = KvLoan(sequence.model_id, pages, sequence.shift, model.view(layers), form)
+        erased = -stop % PAGE if model.erased else 0
+        loan = KvLoan(sequence.model_id, pages, sequence.shift, model.view(layers), form, erased)
         model.loans.add(loan)
         return loan
 
@@ -436,6 +439,15 @@ class KvCache:
         it will need them again."""
         assert sequence.length - sequence.proposed <= length <= sequence.length
         sequence.length, sequence.proposed = length, 0
+
+    def cut(self, sequence: KvSequence, length: int) -> None:
+        """Takes the positions from `length` on back, and their pages."""
+        left = pages_of(length)
+        pages = self._models[sequence.model_id].pages
+        for page in reversed(sequence.pages[left:]):
+            self._give_back(pages, page + sequence.shift)
+        del sequence.pages[left:]
+        sequence.length = length
 
     def keep(self, sequence: KvSequence, position: int, tokens: Iterable[int]) -> None:
         """Records that the positions from `position` on are written, with these tokens, in all

@@ -16,7 +16,14 @@ from typing import Protocol
 import torch
 
 from services.node.core.kv import PAGE, Restoration
-from services.node.core.kv_host import PORTION_S, CopyRate, HostTier, PageKey, restoration
+from services.node.core.kv_host import (
+    PORTION_S,
+    TRIAL_BYTES,
+    CopyRate,
+    HostTier,
+    PageKey,
+    restoration,
+)
 from services.node.engine.kv_model import KvModel
 from shared import telemetry
 from shared.ids import ModelId
@@ -125,10 +132,11 @@ class KvHost:
 
     def save(self, model_id: ModelId, model: KvModel, pages: Sequence[tuple[int, bytes]]) -> None:
         """Copies pages that are about to be overwritten to host memory, unless they lie there. If
-        there is no time for all, the last ones are copied. Nothing is copied if it takes longer
-        there and back than to compute it. `pages`: (page, digest)"""
-        token_s = self._token_s(model_id)
-        if not restoration(1, 2 * model.page_bytes, token_s, self.copies.rate).worth:
+        there is no time for all, the last ones are copied. If it takes longer there and back than
+        to compute it, nothing is copied, but for a trial now and then. `pages`: (page, digest)"""
+        token_s, rate = self._token_s(model_id), self.copies.rate
+        worth = restoration(1, 2 * model.page_bytes, token_s, rate).worth
+        if not (worth or rate.tries()):
             return
         keys = [(model_id, digest) for _, digest in pages]
         self.tier.touch(keys)
@@ -139,9 +147,11 @@ class KvHost:
         ]
         if not new or self._left_s <= 0:
             return
-        most = self.copies.rate.portion(model.page_bytes, self._left_s)
+        most = rate.portion(model.page_bytes, self._left_s)
+        if not worth:
+            most = min(most, max(1, TRIAL_BYTES // model.page_bytes))
         pairs = list(self._room(new[-most:], model.page_bytes))
-        self._left_s -= len(pairs) * model.page_bytes / self.copies.rate.bytes_per_s
+        self._left_s -= len(pairs) * model.page_bytes / rate.bytes_per_s
         if pairs:
             self.copies.copy(pairs)
             self.copies.settle()

@@ -1,11 +1,13 @@
 """Pages of a sequence's KV that are copied to another node, or from there.
 
-A loan keeps its pages from being freed, so any thread may copy while the engine goes on. Only whole
-pages are lent whose positions are final, and nobody writes to pages that are being filled but the
-thread that copies.
+A loan keeps its pages from being freed, so any thread may copy while the engine goes on. Nobody
+writes to pages that are being filled but the thread that copies. Only positions are lent that are
+final. If they end within a page, the engine may write to later ones of that page meanwhile, which
+is copied whole: what comes of those means nothing.
 
 The bytes of a loan, its *image*, are its pages one after the other, each as
-[layers, PAGE, 2, kv heads, head_dim] in the cache's data type.
+[layers, PAGE, 2, kv heads, head_dim] in the cache's data type. Kernels have their own order within
+a page (`form`).
 """
 
 import threading
@@ -27,9 +29,11 @@ class KvLoan:
         shift: int,
         layers: torch.Tensor,
         form: str,
+        erased: int = 0,
     ) -> None:
         """`pages`, `shift`: see `KvSequence`. `layers`: the cache of the layers that are lent, see
-        `KvCache.of_layers`. `form`: what the bytes mean, which must be the same on both nodes."""
+        `KvCache.of_layers`. `form`: what the bytes mean, which must be the same on both nodes.
+        `erased`: so many last positions of the last page are erased when it is filled."""
         self.model_id = model_id
         self.pages = pages
         self.shift = shift
@@ -37,6 +41,7 @@ class KvLoan:
         self.written: Event | None = None
         """Comes once everything that was begun before the loan is done. None: it is."""
         self._layers = layers
+        self._erased = erased
         self._lock = threading.Lock()
         self._over = False
 
@@ -50,7 +55,7 @@ class KvLoan:
         return layers * PAGE * torch.Size(slot).numel() * self._layers.itemsize
 
     def read(self, image: memoryview) -> None:
-        """Copies the pages into `image`. NotFound: the model was closed."""
+        """Copies the pages into `image`. NotFound: the loan is over."""
         if self.written is not None:
             self.written.synchronize()
         for page, part in self._parts(image):
@@ -58,8 +63,10 @@ class KvLoan:
                 part.copy_(self._page(page))
 
     def fill(self, image: memoryview) -> None:
-        """Copies the pages out of `image`. NotFound: the model was closed."""
+        """Copies the pages out of `image`. NotFound: the loan is over."""
         for page, part in self._parts(image):
+            if self._erased and page == self.pages[-1]:
+                part[:, PAGE - self._erased :] = 0
             with self._lock:
                 self._page(page).copy_(part)
 
@@ -80,5 +87,5 @@ class KvLoan:
 
     def _page(self, page: int) -> torch.Tensor:
         if self._over:
-            raise NotFound(f"model {self.model_id} was closed while its KV was copied")
+            raise NotFound(f"KV of model {self.model_id} is not to be copied any more")
         return self._layers[:, page * PAGE : (page + 1) * PAGE]

@@ -10,7 +10,9 @@ from typing import Protocol
 
 from services.node.core.kv import KvMover
 from services.node.core.microbatches import Bring, KvHere, Lend
+from services.node.core.rows import SequenceKey
 from services.node.engine.base import Engine
+from services.node.engine.kv_loan import KvLoan
 from shared.errors import LambdaScaleError
 
 Post = Callable[[Callable[[], None]], None]
@@ -31,6 +33,8 @@ class KvMoves:
         self._mover = mover
         self._listener = listener
         self._post = post
+        self._bringing: dict[SequenceKey, list[KvLoan]] = {}
+        """By sequence, what is being brought."""
         self.sent_bytes = 0
         """Bytes of KV that other nodes were lent, since the start."""
         self.received_bytes = 0
@@ -66,9 +70,10 @@ class KvMoves:
             self._listener.brought(command, right=False)
             return
         nbytes = loan.nbytes
+        self._bringing.setdefault(command.sequence, []).append(loan)
 
         def done(right: bool) -> None:
-            self._engine.give_back(loan)
+            self._over(command.sequence, loan)
             self.received_bytes += nbytes if right else 0
             self._listener.brought(command, right=right)
 
@@ -82,6 +87,20 @@ class KvMoves:
                 loan,
                 lambda right: self._post(lambda: done(right)),
             )
+
+    def stop(self, key: SequenceKey) -> None:
+        """What is being brought for the sequence is not wanted any more: once this returns, its
+        pages are not written to."""
+        for loan in tuple(self._bringing.get(key, ())):
+            self._over(key, loan)
+
+    def _over(self, key: SequenceKey, loan: KvLoan) -> None:
+        self._engine.give_back(loan)
+        loans = self._bringing.get(key, [])
+        if loan in loans:
+            loans.remove(loan)
+        if not loans:
+            self._bringing.pop(key, None)
 
     def end(self, region: str) -> None:
         if self._mover is not None:

@@ -42,6 +42,7 @@ from services.node.core.microbatches import (
     Send,
     Settled,
     StageMessage,
+    Stop,
     Weighed,
     Yield,
 )
@@ -383,6 +384,8 @@ class Steps:
                 self._kv_moves.lend(command)
             case Bring():
                 self._kv_moves.bring(command)
+            case Stop(sequence=key):
+                self._kv_moves.stop(key)
             case Return(region=region):
                 self._kv_moves.end(region)
             case Settled(sequence=key):
@@ -473,7 +476,7 @@ class Steps:
             act()
 
     def lent(self, lend: Lend, here: KvHere) -> None:
-        self._obey(Send(lend.ask.to, here, cause=lend.cause))
+        self._do(self._batcher.lent(lend, here))
 
     def brought(self, bring: Bring, *, right: bool) -> None:
         self._do(self._batcher.brought(bring, right=right))
@@ -496,7 +499,7 @@ def _sequences_of(command: Command) -> tuple[SequenceKey, ...]:
     match command:
         case Release():
             return command.sequences
-        case Prepare() | Bring():
+        case Prepare() | Bring() | Stop():
             return (command.sequence,)
         case Lend() | Return() | Settled() | Weighed():
             return ()

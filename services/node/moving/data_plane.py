@@ -233,7 +233,7 @@ class DataPlane:
                 on_failed=self._hears.on_failed,
                 overwrites=self._overwrites,
             )
-            self._images = KvImages(transport, self._kv_room, self._spawn)
+            self._images = KvImages(transport, self._kv_room, self._spawn, self._hears.on_kv_copied)
             self.address = transport.address
             self._started.set_result(None)
             await self._stop.wait()

@@ -43,3 +43,6 @@ class PlaneListener(Listener, Protocol):
     def on_arrived(self, arrival: Arrival) -> None: ...
 
     def on_failed(self, failure: PullFailure) -> None: ...
+
+    def on_kv_copied(self, nbytes: int, seconds: float) -> None:
+        """KV was copied out of pages or into pages, with its digest."""

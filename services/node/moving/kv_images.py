@@ -7,6 +7,7 @@ direct ways reach, so KV goes by the best way between two nodes, as weights do.
 
 import asyncio
 import secrets
+import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -33,11 +34,14 @@ class KvImages:
         transport: Transport,
         room: KvRoom,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
+        copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
     ) -> None:
-        """`spawn` owns the tasks."""
+        """`spawn` owns the tasks. `copied` is told what it took to copy KV out of pages or into
+        pages, with its digest."""
         self._transport = transport
         self._room = room
         self._spawn = spawn
+        self._copied = copied
         self._lent: dict[str, tuple[Span, asyncio.TimerHandle]] = {}
         """By region: where it lies, and when it goes."""
         self._log = telemetry.logger("kv")
@@ -65,7 +69,8 @@ class KvImages:
         span = None
         try:
             span = await self._room.going.take(pages.nbytes)
-            digest = await asyncio.to_thread(_copied, pages, span.memory)
+            digest, seconds = await asyncio.to_thread(_copied, pages, span.memory)
+            self._copied(pages.nbytes, seconds)
         except Exception as error:  # the requester's problem only: it computes the KV
             if span is not None:
                 self._room.going.give(span)
@@ -94,7 +99,9 @@ class KvImages:
         try:
             span = await self._room.coming.take(pages.nbytes)
             await self._transport.read(address, region, 0, span.memory, priority=PRIORITY)
-            right = await asyncio.to_thread(_filled, pages, span.memory, digest)
+            right, seconds = await asyncio.to_thread(_filled, pages, span.memory, digest)
+            if right:
+                self._copied(pages.nbytes, seconds)
         except Exception as error:  # the KV is computed then
             self._log.warning("KV did not come", peer=address, error=str(error))
             right = False
@@ -104,15 +111,18 @@ class KvImages:
         brought(right)
 
 
-def _copied(pages: KvPages, image: memoryview) -> bytes:
-    """Copies the pages, and returns their digest."""
+def _copied(pages: KvPages, image: memoryview) -> tuple[bytes, float]:
+    """Copies the pages, and returns their digest, and how long that took."""
+    began = time.perf_counter()
     pages.read(image)
-    return blake3(image).digest()
+    digest = blake3(image).digest()
+    return digest, time.perf_counter() - began
 
 
-def _filled(pages: KvPages, image: memoryview, digest: bytes) -> bool:
-    """Fills the pages if the digest is right."""
+def _filled(pages: KvPages, image: memoryview, digest: bytes) -> tuple[bool, float]:
+    """Fills the pages if the digest is right. Returns whether it is, and how long that took."""
+    began = time.perf_counter()
     if blake3(image).digest() != digest:
-        return False
+        return False, 0.0
     pages.fill(image)
-    return True
+    return True, time.perf_counter() - began

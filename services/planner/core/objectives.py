@@ -20,7 +20,9 @@ times as long as without. Some requests meet more prefills, or run beside more o
 So the mean time between the tokens of a request is, for nine of ten requests, at most
 
     tpot(n) = (step + Z sqrt(d1^2 + d2^2)) / (1 - r),
-    d1 = prefill sqrt(prefills in a stay) / tokens,    d2 = token sqrt(inside) / n
+    d1 = prefill sqrt(prefills in a stay) / tokens,    d2 = more sqrt(inside) / n
+
+where `more` is what a further sequence adds to a step.
 
 The least n is taken for which all hold. Of each replica only the share `fill` is
 counted; the rest is room for a burst.
@@ -144,6 +146,20 @@ def wait_s(work: Work, due: float, replicas: float) -> float:
     return due / replicas + tail
 
 
+def more_s(work: Work) -> float:
+    """What a further sequence adds to a step of decoding: its KV is read, beside what a token of
+    a prompt takes too."""
+    return max(work.token_s, work.decode_token_s)
+
+
+def tail_s(work: Work, tokens: float, prefills: float, there: float, replicas: float) -> float:
+    """How much longer than the mean the steps of nine of ten requests take, at most, which have so
+    many tokens and meet so many prefills in the mean, while so many requests are on `replicas`."""
+    late = work.prefill_s * sqrt(prefills) / max(1.0, tokens)
+    crowd = more_s(work) * sqrt(there) / replicas
+    return Z * hypot(late, crowd)
+
+
 def step_limit_s(work: Work, objectives: Objectives) -> float:
     """How long a step of decoding may take: as the objective says, if that can be kept."""
     return max(objectives.tpot_s, LEAST_STEP * work.step_s)
@@ -154,7 +170,7 @@ def batch(work: Work, objectives: Objectives) -> int:
     the objective. At least 1."""
     if not (objectives.tpot_s and work.step_s and work.token_s):
         return work.slots
-    more = (step_limit_s(work, objectives) - work.step_s) / work.token_s
+    more = (step_limit_s(work, objectives) - work.step_s) / more_s(work)
     return 1 + int(max(0.0, min(work.slots - 1.0, more)))
 
 
@@ -164,14 +180,11 @@ def tpot_s(work: Work, supply: Supply, replicas: float) -> float:
     if free <= 0:
         return inf
     there = inside(work, supply.horizon_s, replicas)
-    step_s = work.step_s + max(0.0, there / replicas - 1) * work.token_s
+    step_s = work.step_s + max(0.0, there / replicas - 1) * more_s(work)
     if not (work.stay_s and work.step_s):
         return step_s / free
-    tokens = max(1.0, work.stay_s / step_s)
     prefills = work.rate / replicas * work.stay_s / free
-    late = work.prefill_s * sqrt(prefills) / tokens
-    crowd = work.token_s * sqrt(there) / replicas
-    return (step_s + Z * hypot(late, crowd)) / free
+    return (step_s + tail_s(work, work.stay_s / step_s, prefills, there, replicas)) / free
 
 
 def met(work: Work, supply: Supply, objectives: Objectives, replicas: int) -> bool:

@@ -9,8 +9,9 @@ A single replica does both, and so do paths over nodes that still load.
 
 Whether they are apart at all, and how many prefill, follows from the load where the operator leaves
 it to the planner (`prefillers`). Together, a replica prefills for the share r of its time, so that
-tokens come 1 / (1 - r) times as late (`objectives`). Apart, they come as fast as a step, but fewer
-replicas run all the sequences, and the others all the prefills.
+tokens come 1 / (1 - r) times as late, and later for those who meet many prefills. Apart, they come
+as fast as a step, but fewer replicas run all the sequences, and the others all the prefills. Either
+way the time between tokens counts that nine of ten requests keep (`objectives`).
 """
 
 from collections import deque
@@ -21,16 +22,23 @@ from statistics import median_high
 
 import msgspec
 
-from services.planner.core.objectives import FULL, Objectives, Work, Z, busy, slack_s, wait_s
+from services.planner.core.objectives import (
+    FULL,
+    Objectives,
+    Work,
+    Z,
+    busy,
+    more_s,
+    slack_s,
+    tail_s,
+    wait_s,
+)
 from shared.messages.instances import Instance, InstanceState, Role
 
 FIRST_S = 1.0
 """The first choice follows what was best in so many seconds."""
 HOLD_S = 3.0
 """Later, roles follow what was best in so many seconds, and change no sooner."""
-CLOSE = 0.9
-"""Requests differ in how many others they run beside. If their mean time between tokens is more
-than this share of the objective, too many of them miss it."""
 MOST_BUSY = 0.8
 """The share of its time for which a replica is meant to prefill, if it does nothing else. Who is
 short of prefills is late for long."""
@@ -64,8 +72,7 @@ def prefillers(work: Work, objectives: Objectives, replicas: int, now: int = 0) 
 
 def _together(work: Work, length: float, objectives: Objectives, replicas: int) -> float:
     """How late tokens are if each replica does both: 1 is as late as may be."""
-    token_s = _token_s(work, length, 1 - busy(work, replicas), replicas)
-    return token_s / (CLOSE * objectives.tpot_s)
+    return _tpot_s(work, length, 1 - busy(work, replicas), replicas) / objectives.tpot_s
 
 
 def _apart(work: Work, length: float, objectives: Objectives, replicas: int, count: int) -> float:
@@ -74,7 +81,8 @@ def _apart(work: Work, length: float, objectives: Objectives, replicas: int, cou
     if not _fit(work, replicas - count):
         return inf
     alone = msgspec.structs.replace(work, prefill_s=work.prefill_s + work.step_s)
-    tokens = _token_s(work, length, 1.0, replicas - count) / (CLOSE * objectives.tpot_s)
+    nothing = msgspec.structs.replace(work, prefill_s=0.0)
+    tokens = _tpot_s(nothing, length, 1.0, replicas - count) / objectives.tpot_s
     prompts = busy(alone, count) / MOST_BUSY
     if objectives.ttft_s and busy(alone, count) < FULL:
         prompts = max(prompts, wait_s(alone, 0.0, count) / slack_s(alone, objectives))
@@ -94,23 +102,21 @@ def _length(work: Work, replicas: int, prefill: int) -> float:
     replicas only prefill."""
     free = 1.0 if prefill else 1 - busy(work, replicas)
     each = work.rate * work.stay_s / max(free, 1 - FULL) / (replicas - prefill)
-    return work.stay_s / (work.step_s + max(0.0, each - 1) * _more_s(work))
+    return work.stay_s / (work.step_s + max(0.0, each - 1) * more_s(work))
 
 
-def _token_s(work: Work, length: float, free: float, replicas: int) -> float:
-    """The time between two tokens on replicas that decode for the share `free` of their time. The
-    longer it is, the more sequences are there, and the longer it is: t free = step + (n - 1) more,
-    n = rate x length x t / replicas. inf: ever more would be there."""
-    more_s = _more_s(work)
-    left = free - work.rate * length * more_s / replicas
+def _tpot_s(work: Work, length: float, free: float, replicas: int) -> float:
+    """The time between tokens that nine of ten requests keep on replicas that decode for the share
+    `free` of their time. The longer it is in the mean, the more sequences are there, and the longer
+    it is: t free = step + (n - 1) more, n = rate x length x t / replicas. inf: ever more would be
+    there."""
+    each_s = more_s(work)
+    left = free - work.rate * length * each_s / replicas
     if left <= 0:
         return inf
-    return max(work.step_s / free, (work.step_s - more_s) / left)
-
-
-def _more_s(work: Work) -> float:
-    """What a further sequence adds to a step."""
-    return max(work.token_s, work.decode_token_s)
+    mean_s = max(work.step_s / free, (work.step_s - each_s) / left)
+    there = work.rate * length * mean_s
+    return mean_s + tail_s(work, length, there / replicas, there, replicas) / free
 
 
 @dataclass(slots=True)

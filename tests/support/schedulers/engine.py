@@ -51,12 +51,14 @@ class CheckedEngine:
     preempted: int = 0
     averaged: dict[str, int] = field(default_factory=dict)
     """How many positions of each sequence."""
-    filled: dict[str, set[int]] = field(default_factory=dict)
-    """Blocks for which a sequence's KV has come from other nodes."""
+    filled: dict[str, dict[int, int]] = field(default_factory=dict)
+    """How many positions of each block have come of a sequence's KV from other nodes."""
     restoring: dict[str, int] = field(default_factory=dict)
     """Sequences whose KV comes from host memory, with the positions that lie there."""
     moved: int = 0
     """How many sequences go on with KV from other nodes."""
+    beyond: int = 0
+    """How many of them have more of it than whole pages."""
     blocks: set[int] = field(default_factory=set)
     """The blocks that have arrived here."""
     stages: dict[str, tuple[int, int]] = field(default_factory=dict)
@@ -163,13 +165,32 @@ class CheckedEngine:
             raise CapacityExceeded("full")
         self.made.add(key)
         self.kv[key] = (end, end, limit)
-        self.filled[key] = set()
+        self.filled[key] = dict.fromkeys(range(BLOCKS), 0)
         return 0
 
+    def receive_more(self, key: str, end: int) -> None:
+        _, had, limit = self.kv[key]
+        end = max(end, had)
+        if self.kv_used + whole_pages(end) - whole_pages(had) > self.kv_capacity:
+            raise CapacityExceeded("full")
+        self.kv[key] = (end, end, limit)
+
+    def fill(self, key: str, blocks: tuple[int, int], positions: tuple[int, int]) -> None:
+        first, end = positions
+        if key not in self.kv:
+            return  # it is over, and nobody else has its pages yet
+        assert end <= self.kv[key][1], "there are no pages for it"
+        for block in range(*blocks):
+            assert self.filled[key][block] == first, "positions come twice, or are left out"
+            self.filled[key][block] = end
+
     def received(self, key: str, tokens: tuple[int, ...]) -> None:
-        assert self.filled[key] == set(range(BLOCKS)), "blocks without KV"
-        assert self.kv[key][1] == len(tokens)
+        assert min(self.filled[key].values()) >= len(tokens), "positions without KV"
+        _, had, limit = self.kv[key]
+        assert had >= len(tokens)
+        self.kv[key] = (len(tokens), len(tokens), limit)
         self.moved += 1
+        self.beyond += len(tokens) % PAGE > 0
 
     def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
         return True

@@ -24,6 +24,7 @@ from services.node.core.microbatches import (
     Send,
     Settled,
     StageMessage,
+    Stop,
     Weighed,
     Yield,
     Yielded,
@@ -68,6 +69,8 @@ class Node:
     released: set[str] = field(default_factory=set)
     preparing: list[Prepare] = field(default_factory=list)
     bringing: list[Bring] = field(default_factory=list)
+    stopped: set[str] = field(default_factory=set)
+    """Sequences that go on without the KV that is still to be brought."""
     unsettled: set[str] = field(default_factory=set)
     """Sequences that wait for KV."""
     ruled: set[str] = field(default_factory=set)
@@ -182,8 +185,9 @@ class Network:
         """KV has come, or cannot be had."""
         node = self.nodes[name]
         command = node.bringing.pop(0)
+        right = right and command.sequence not in node.stopped
         if right and command.sequence in node.engine.filled:
-            node.engine.filled[command.sequence] |= set(range(*command.blocks))
+            node.engine.fill(command.sequence, command.blocks, command.positions)
         self.do(name, node.batcher.brought(command, right=right))
 
     def late(self, name: str, key: str) -> None:
@@ -275,6 +279,9 @@ class Network:
                 node.bringing.append(command)
             elif isinstance(command, Settled):
                 node.unsettled.remove(command.sequence)
+            elif isinstance(command, Stop):
+                assert any(each.sequence == command.sequence for each in node.bringing)
+                node.stopped.add(command.sequence)
             elif isinstance(command, Return):
                 assert command.region
             elif isinstance(command, Weighed):
@@ -284,11 +291,14 @@ class Network:
 
     def lend(self, name: str, command: Lend) -> None:
         ask = command.ask
-        stays = self.nodes[name].engine.kv[ask.sequence][0]
-        assert ask.end <= stays, "KV is lent that is not there"
+        stays, run, _ = self.nodes[name].engine.kv[ask.sequence]
+        led = self.nodes[name].batcher._leader.led.running.get(ask.sequence)
+        final = max(stays, led.position if led else 0)  # of what was proposed some was accepted
+        assert ask.end <= min(final, run), "KV is lent that is not there"
         region = f"kv of {ask.sequence}"
-        here = KvHere(ask.taker, ask.stage, region, start=ask.start, stop=ask.stop)
-        self.sent(name, Send(ask.to, here, cause=command.cause))
+        where = ask.start, ask.stop, ask.first, ask.end
+        here = KvHere(ask.taker, ask.stage, region, "", b"", *where)
+        self.do(name, self.nodes[name].batcher.lent(command, here))
 
     def sent(self, name: str, command: Send) -> None:
         target = command.address.removeprefix("mem://")
@@ -355,6 +365,9 @@ class Network:
             assert part.rows
             assert part.model_id == sweep.model_id
             assert part.start >= sweep.at
+            for row in part.rows:
+                comes = any(each.sequence == row.sequence for each in node.bringing)
+                assert not comes or row.sequence in node.stopped, "its pages are written to"
             for row in part.rows if part.stop == BLOCKS else ():
                 context = row.draw.context if row.draw else None
                 assert context is None or row.sequence in node.ruled

@@ -25,6 +25,9 @@ class Heard(Control):
     def block_landed(self, landed: Arrival | PullFailure) -> None:
         raise NotImplementedError
 
+    def kv_copied(self, nbytes: int, seconds: float) -> None:
+        raise NotImplementedError
+
     def bytes_sent(self, began: float, ended: float, nbytes: int) -> None:
         self.heard.append(f"{nbytes} bytes")
 

@@ -72,6 +72,17 @@ def test_a_tighter_tpot_is_a_smaller_batch_and_less_prefill_beside_it() -> None:
     assert needed(slow, Supply(1), Objectives(0, 0.001), MOST) < MOST
 
 
+def test_a_sequence_that_decodes_takes_what_was_measured_of_those() -> None:
+    """Its KV is read: on accelerators that takes many times as long as one more prompt token."""
+    aims, slow = Objectives(0, 0.04), replace(IDLE, decode_token_s=0.002, rate=8.0, inside=24)
+    assert (batch(IDLE, aims), batch(slow, aims)) == (32, 11)
+    supply = Supply(2, horizon_s=1.0)
+    prompts = replace(slow, decode_token_s=0.0)
+    assert tpot_s(slow, supply, 2) > 1.5 * tpot_s(prompts, supply, 2)
+    assert tpot_s(replace(prompts, token_s=0.002), supply, 2) == tpot_s(slow, supply, 2)
+    assert needed(slow, supply, aims, MOST) > needed(prompts, supply, aims, MOST)
+
+
 LONG_PROMPTS = replace(IDLE, rate=12.0, inside=23, prefill_s=0.098, step_s=0.013, stay_s=1.9)
 """Llama-2-13B on H800s, simulated: 12 requests a second of 2,048 + 128 tokens."""
 

@@ -1,11 +1,21 @@
 """Who prefills and who decodes."""
 
-from hypothesis import given
+from math import inf
+
+import pytest
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from services.planner.core.objectives import Objectives, Work
-from services.planner.core.roles import FIRST_S, HOLD_S, Choice, assign_roles, prefillers
+from services.planner.core.objectives import Objectives, Supply, Work, busy, more_s, tpot_s
+from services.planner.core.roles import (
+    FIRST_S,
+    HOLD_S,
+    Choice,
+    _tpot_s,
+    assign_roles,
+    prefillers,
+)
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Role, Stage
 
@@ -113,11 +123,37 @@ def test_if_nothing_keeps_the_objectives_the_least_late_is_chosen() -> None:
 
 
 def test_near_a_limit_a_choice_stays() -> None:
-    chosen = [prefillers(replace(LONG, steady=rate), TIGHT, 8) for rate in (9.0, 12.0)]
+    chosen = [prefillers(replace(LONG, steady=rate), TIGHT, 8) for rate in (7.0, 12.0)]
     assert chosen == [0, 3]
-    assert prefillers(replace(LONG, steady=9.0), TIGHT, 8, now=3) == 3
+    assert prefillers(replace(LONG, steady=7.0), TIGHT, 8, now=3) == 3
     assert prefillers(replace(LONG, steady=18.0), TIGHT, 8, now=5) == 5
-    assert prefillers(replace(LONG, steady=6.0), TIGHT, 8, now=3) == 0
+    assert prefillers(replace(LONG, steady=4.0), TIGHT, 8, now=3) == 0
+
+
+def test_long_prompts_part_them_though_the_mean_keeps_the_objective() -> None:
+    """Half as many prompts of twice the length take as much time, and some meet several."""
+    short = replace(LONG, steady=14.0, prefill_s=0.08)
+    assert prefillers(short, TIGHT, 8) == 0
+    assert prefillers(replace(short, steady=7.0, prefill_s=0.16, inside=10), TIGHT, 8) == 0
+    assert prefillers(replace(short, steady=3.5, prefill_s=0.32, inside=5), TIGHT, 8) > 0
+
+
+@given(st.floats(0.1, 40), st.integers(1, 16), st.sampled_from([0.0, 1e-3]))
+def test_who_is_late_together_is_late_for_the_scaler(
+    rate: float, replicas: int, decode_token_s: float
+) -> None:
+    length = 64.0
+    work = replace(LONG, rate=rate, decode_token_s=decode_token_s)
+    free = 1 - busy(work, replicas)
+    assume(free > 0.06)  # beyond that the scaler counts a replica as full
+    tpot = _tpot_s(work, length, free, replicas)
+    assume(tpot < inf)
+    each_s = more_s(work)
+    mean_s = max(
+        work.step_s / free, (work.step_s - each_s) / (free - rate * length * each_s / replicas)
+    )
+    there = replace(work, stay_s=length * mean_s * free)
+    assert tpot_s(there, Supply(replicas, horizon_s=1e9), replicas) == pytest.approx(tpot)
 
 
 def test_what_nobody_can_keep_and_what_is_not_known_part_nobody() -> None:

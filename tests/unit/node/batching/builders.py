@@ -98,6 +98,10 @@ class FakeKv:
             raise CapacityExceeded("too few pages")
         return self.cached.get(key, 0)
 
+    def receive_more(self, key: str, end: int) -> None:
+        if self.kv_used + end > self.kv_capacity:
+            raise CapacityExceeded("too few pages")
+
     def received(self, key: str, tokens: tuple[int, ...]) -> None:
         self.came[key] = tokens
 

@@ -13,17 +13,19 @@ from services.node.core.handover import covers, secret_of
 from services.node.core.kv import PAGE, movable
 from services.node.core.lending import Lendings
 from services.node.core.microbatches import (
+    Admit,
     Command,
+    Forward,
     Handled,
     KvAsk,
     KvHere,
     Lend,
     Send,
 )
-from services.node.core.rows import Row
-from shared.messages.serving import Cancel, Submit
+from services.node.core.rows import Draw, Row
+from shared.messages.serving import Cancel, Sampling, Submit
 from tests.support.submits import BLOCKS, MODEL, WHOLE, submit
-from tests.unit.node.batching.builders import FakeKv, batcher, queue, run, take
+from tests.unit.node.batching.builders import FROM_C, FakeKv, batcher, queue, run, take
 
 PROMPT = tuple(range(4 * PAGE))
 END = movable(len(PROMPT))
@@ -90,10 +92,55 @@ def test_when_the_sequence_ends_the_rest_is_refused() -> None:
     assert core.reached(parts, BLOCKS) == []
 
 
-@pytest.mark.parametrize("asked", ["stranger", "unknown"])
-def test_others_get_nothing(asked: str) -> None:
+def test_who_asks_for_more_gets_what_has_run_since_page_or_not() -> None:
     core, message = prefilling(64)
-    ask = ask_for(message)
+    run(core, take(core), token=7)
+    more = msgspec.structs.replace(ask_for(message, end=999), first=END, more=True)
+    assert pieces(core.received(more)) == [(0, BLOCKS, END, len(PROMPT))]
+    parts = take(core)
+    assert pieces(core.reached(parts, BLOCKS)) == []
+    run(core, parts, token=8)
+    more = msgspec.structs.replace(more, first=len(PROMPT))
+    (lend,) = core.received(more)
+    assert pieces([lend]) == [(0, BLOCKS, len(PROMPT), len(PROMPT) + 1)]
+    run(core, take(core), token=9)
+    assert isinstance(lend, Lend)
+    (said,) = core.lent(lend, KvHere("r#2", 0, "region"))
+    assert isinstance(said, Send)
+    assert said.message == KvHere("r#2", 0, "region", ran=len(PROMPT) + 2)
+
+
+def test_if_nothing_has_run_since_nothing_more_is_lent() -> None:
+    core, message = prefilling(64)
+    run(core, take(core), token=7)
+    more = msgspec.structs.replace(ask_for(message, end=999), first=len(PROMPT), more=True)
+    assert refusals(core.received(more)) == [KvHere("r#2", 0)]
+
+
+@pytest.mark.parametrize("proposed", [0, 2])
+def test_a_later_stage_lends_what_has_run_there_but_for_what_was_proposed(proposed: int) -> None:
+    core = batcher(step_tokens=64)
+    message = submit("r", FROM_C.stages, prompt=PROMPT)
+    ask = msgspec.structs.replace(ask_for(message, end=999), first=END, stage=1, more=True)
+    admit = Admit(FROM_C, 1, "r#1", len(PROMPT), 200, secret=secret_of(message))
+    core.received(admit)
+    core.received(Forward(FROM_C, 1, 1, (Row("r#1", 0, len(PROMPT), 200),)))
+    assert refusals(core.received(ask)) == [KvHere("r#2", 1)]
+    run(core, take(core))
+    assert pieces(core.received(ask)) == [(2, BLOCKS, END, len(PROMPT))]
+    draw = Draw(1, Sampling(), proposed=(5,) * proposed)
+    row = Row("r#1", len(PROMPT), 1 + proposed, 200, draw=draw)
+    core.received(Forward(FROM_C, 1, 2, (row,)))
+    run(core, take(core))
+    assert pieces(core.received(ask)) == [(2, BLOCKS, END, len(PROMPT) + 1)]
+
+
+@pytest.mark.parametrize("more", [False, True])
+@pytest.mark.parametrize("asked", ["stranger", "unknown"])
+def test_others_get_nothing(asked: str, more: bool) -> None:
+    core, message = prefilling(64)
+    run(core, take(core))
+    ask = msgspec.structs.replace(ask_for(message), more=more)
     if asked == "stranger":
         ask = msgspec.structs.replace(ask, secret=b"wrong")
     else:

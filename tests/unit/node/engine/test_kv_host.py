@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from services.node.core.kv import PAGE, Restoration
+from services.node.core.kv_host import AGAIN, ASSUMED_BYTES_PER_S, FEW, CopyRate
+from services.node.engine import kv_host
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
 from services.node.engine.kv_sequence import KvSequence
@@ -230,12 +232,44 @@ def test_kv_is_kept_if_copying_beats_computing(
 ) -> None:
     """As far as both are known."""
     kv, host = hosted()
+    exhaust(host.copies.rate)
     host._token_s = lambda model_id: token_s
     tokens = pages(1, 3)
     gone(kv, tokens)
     _, found = begin(kv, "again", tokens)
     assert host.saved == saved
     assert (found and found.worth) == worth
+
+
+def exhaust(rate: CopyRate) -> None:
+    """No trial is due."""
+    while rate.tries():
+        pass
+
+
+def test_where_copies_are_too_slow_a_few_are_tried_now_and_then() -> None:
+    """Else they would be too slow for ever."""
+    kv, host = hosted(pages=1, portion=4)
+    host.copies.rate = rate = CopyRate()
+    host._token_s = lambda model_id: 1e-12
+    saved = [0]
+    for number in range(FEW + AGAIN + FEW):
+        ran(kv, f"{number}", pages(number, 1))
+        kv.free((f"{number}",))
+        host.begin_step()
+        saved.append(host.saved)
+    made = [number for number in range(1, len(saved)) if saved[number] > saved[number - 1]]
+    assert len(made) == host.saved == 2 * FEW
+    assert made[FEW] - made[FEW - 1] == AGAIN
+    assert rate.bytes_per_s != ASSUMED_BYTES_PER_S
+
+
+def test_a_trial_is_small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kv_host, "TRIAL_BYTES", 2 * PAGE_BYTES)
+    kv, host = hosted(portion=100)
+    host._token_s = lambda model_id: 1e-12
+    gone(kv, pages(1, 3))
+    assert host.saved == 2
 
 
 def test_kv_stays_away_once_the_engine_has_become_fast() -> None:

@@ -28,17 +28,19 @@ def of(up: Nodes, attempt: int) -> list[Token]:
     return [token for token in up.tokens_of("r") if token.attempt == attempt]
 
 
-async def run(up: Nodes, request: str, *names: str) -> list[int]:
+async def run(up: Nodes, request: str, *names: str, prompt: tuple[int, ...] = PROMPT) -> list[int]:
     await up.submit(
-        *names, request=request, tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=COUNT
+        *names, request=request, tokens=prompt, prompt_tokens=len(prompt), max_tokens=COUNT
     )
     await up.tokens.until(lambda: up.over(request))
     return [token.token for token in up.tokens_of(request)]
 
 
-async def move(up: Nodes, source: tuple[str, ...], target: str) -> list[Token]:
+async def move(
+    up: Nodes, source: tuple[str, ...], target: str, prompt: tuple[int, ...] = PROMPT
+) -> list[Token]:
     """A request runs over `source`, and moves after a few tokens. Returns all its tokens."""
-    await up.submit(*source, tokens=PROMPT, prompt_tokens=len(PROMPT), max_tokens=COUNT)
+    await up.submit(*source, tokens=prompt, prompt_tokens=len(prompt), max_tokens=COUNT)
     await up.tokens.until(lambda: len(of(up, 1)) >= 3)
     known = [token.token for token in of(up, 1)]
     await up.submit(
@@ -46,8 +48,8 @@ async def move(up: Nodes, source: tuple[str, ...], target: str) -> list[Token]:
         attempt=2,
         takes_over=1,
         kv_from=up.stages(*source),
-        tokens=(*PROMPT, *known),
-        prompt_tokens=len(PROMPT),
+        tokens=(*prompt, *known),
+        prompt_tokens=len(prompt),
         max_tokens=COUNT,
     )
     await up.tokens.until(lambda: bool(of(up, 2)) and bool(of(up, 2)[-1].finish))
@@ -70,12 +72,30 @@ async def test_a_sequence_goes_on_elsewhere_with_its_kv(
         assert [found[index] for index in range(COUNT)] == expected
         new = of(up, 2)
         fresh = [token for token in new if token.cached]
-        assert [token.cached for token in fresh] == [2 * PAGE], "the KV was computed again"
+        (cached,) = (token.cached for token in fresh)
+        assert cached >= 2 * PAGE, "the KV was computed again"
         last = max(token.index for token in of(up, 1))
         assert last < COUNT - 1, "the attempt before went on to the end"
         assert fresh[0].index == last + 1
         assert up.failure("r") is None
-        assert up.services[target]._worker.load().received_tokens == 2 * PAGE
+        assert up.services[target]._worker.load().received_tokens == cached
+
+
+@pytest.mark.parametrize("source", [("a",), ("a", "c")], ids=["alone", "path"])
+async def test_kv_that_is_made_during_a_move_follows(
+    tmp_path: Path, checkpoint: Path, source: tuple[str, ...]
+) -> None:
+    prompt = (*PROMPT, *PROMPT[: PAGE // 2])
+    async with nodes(tmp_path, checkpoint, "a", "b", "c", settings=MOVING) as up:
+        await has_all(up, "a", "b", "c")
+        expected = await run(up, "oracle", "c", prompt=prompt)
+        tokens = await move(up, source, "b", prompt=prompt)
+        found = {token.index: token.token for token in tokens}
+        assert [found[index] for index in range(COUNT)] == expected
+        (fresh,) = (token for token in of(up, 2) if token.cached)
+        assert fresh.cached >= len(prompt)
+        sent = sum(up.services[name]._worker.load().kv_sent_bytes for name in source)
+        assert up.services["b"]._worker.load().kv_received_bytes == sent
 
 
 @pytest.mark.parametrize(("kv_moves", "rate"), [("auto", 1e8), ("auto", 1e6), ("never", 1e8)])
@@ -94,7 +114,7 @@ async def test_a_node_says_how_long_kv_takes_to_come(
             return [each.kv_s_per_token for each in models if each.model_id == model[0]]
 
         await up.statuses.until(lambda: bool(told()))
-        copied_s = model[1] * (1 / COPIED_BYTES_PER_S + 1 / rate)
+        copied_s = model[1] * (2 / COPIED_BYTES_PER_S + 1 / rate)
         assert told() == [pytest.approx(copied_s if kv_moves == "auto" else 0.0, rel=0.06)]
 
 
@@ -109,9 +129,10 @@ async def test_kv_comes_while_the_prompt_still_runs(tmp_path: Path, checkpoint: 
         await up.submit("b", attempt=2, takes_over=1, kv_from=up.stages("a"), **some)
         await up.tokens.until(lambda: bool(of(up, 2)) and bool(of(up, 2)[-1].finish))
         there = up.services["b"]._worker.load()
-        assert there.received_tokens == movable(len(prompt))
+        assert there.received_tokens >= movable(len(prompt))
         assert there.kv_received_bytes == up.services["a"]._worker.load().kv_sent_bytes > 0
-        assert len(of(up, 1)) <= 2, "the attempt before went on"
+        # It goes on while the new leader follows it, for a few steps.
+        assert len(of(up, 1)) < COUNT // 2, "the attempt before went on"
         found = {token.index: token.token for token in up.tokens_of("r")}
         await up.submit("a", request="oracle", **some)
         await up.tokens.until(lambda: up.over("oracle"))
