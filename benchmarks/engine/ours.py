@@ -55,7 +55,7 @@ class Ours:
         self._form = form
         context = int(manifest.config["max_position_embeddings"])
         self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
-        ranks = Ranks(tensor_parallel, self._arena.memory) if tensor_parallel > 1 else None
+        ranks = Ranks((tensor_parallel,), self._arena.memory) if tensor_parallel > 1 else None
         self._profiler = Profiler()
         self.engine = TorchEngine(
             "cpu",
