@@ -20,9 +20,11 @@ from services.node.engine.team import Meet, Rehearse, Team, use_threads
 SIDE = 4096
 """Inputs and outputs of the matrix that is read: 64 MiB of float32, more than most caches hold."""
 LAYERS = 16
-TIMES = 5
+TIMES = 10
 TURNS = 3
 """Degrees take turns, so that a drift of the machine affects all alike."""
+LIMIT_S = 2.0
+"""After this time no further turn begins: on a busy machine one may take seconds."""
 PARTS = 2
 """Of a step, for which threads and ranks are called: the layers, and the head."""
 
@@ -51,7 +53,10 @@ def measure(ranks: Ranks, threads: int, form: Form, compiled: kernels.Kernels) -
     """The costs of each degree, 1 among them. `ranks` have been started."""
     nbytes = SIDE * SIDE * (1 if form == "int8" else 4)
     times = {degree: Times() for degree in (1, *ranks.degrees)}
-    for _ in range(TURNS):
+    began = time.perf_counter()
+    for turn in range(TURNS):
+        if turn and time.perf_counter() - began > LIMIT_S:
+            break
         for degree, known in times.items():
             team = ranks.teams.get(degree)
             if team:
