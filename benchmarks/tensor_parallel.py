@@ -3,10 +3,14 @@ beside two threads of one process, and beside what the memory gives two cores ov
 
     python -m benchmarks.tensor_parallel [--rounds 9] [--steps 24] [--dtype float32]
 
+What `node.tensor_parallel = "auto"` expects of it, and would choose, is printed first.
+
 The model is that of `bench engine`. All sides take turns in every round, so that a drift of the
 machine affects all alike; ratios are taken within a round. Medians are printed, with the range of
 the middle half; then the fastest step of all rounds, which other programs disturb least.
 """
+
+import services.node  # isort: skip  # noqa: F401 - before torch: threads wait as a node's do
 
 import argparse
 import tempfile
@@ -29,6 +33,7 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.store import Imported, Store
 from services.node.engine.huge_pages import HugePages
 from services.node.engine.ops import TorchOps
+from services.node.engine.rehearsal import measure
 from services.node.engine.share import WHOLE, Share
 from services.node.engine.weights import DecoderTensors
 
@@ -78,6 +83,8 @@ def sides(folder: Path, dtype: str, steps: int) -> dict[str, Measure]:
     store = Store(folder / "store")
     imported = store.import_checkpoint(folder / "model")
     print(packing(store, imported))
+    auto = Ours(store, imported, slots=1, threads=2, tensor_parallel=2, measure=measure)
+    print(f"node.tensor_parallel = auto, two cores: {auto.engine.division(auto.model)}")
 
     def decoder(threads: int, degree: int) -> Measure:
         ours = Ours(store, imported, slots=1, threads=threads, tensor_parallel=degree)

@@ -217,10 +217,12 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """How a CPU computes with weights. `stored`: from the arena, without further memory, slowest.
     `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to 8 bits;
     fastest, but tokens may differ."""
-    tensor_parallel: Count = 1
+    tensor_parallel: Count | Literal["auto"] = 1
     """How many processes run each decoder together, each its share of the heads and of every
     matrix, with its share of `threads`. It has to divide the number of the model's KV heads. More
-    than 1 only with `cpu`, and not with `stored` weights."""
+    than 1 only with `cpu`, and not with `stored` weights. auto: of 1, 2, 4 and 8, up to `threads`,
+    each model has the number with which a decode step is expected to be fastest, by what the node
+    measures when it starts."""
     arena_bytes: Count = 1 << 30
     """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
     and on the device."""

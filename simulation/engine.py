@@ -145,6 +145,9 @@ class ModelledEngine(NoHostTier):
             hidden[: rows * model.hidden].view(rows, model.hidden),
         )
 
+    def division(self, model_id: ModelId) -> str:
+        return ""
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return iter(())
 

@@ -46,7 +46,7 @@ def _torch_has_a_gpu() -> bool:
 
 # Threads that wait for each other must not spin where other tests want the processors; and they
 # are equally many on every machine, in the processes that tests start too.
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+os.environ["GOMP_SPINCOUNT"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 
 if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton

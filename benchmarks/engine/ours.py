@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from services.node.checkpoints.store import Imported, Store
 from services.node.core.profile import Profiler, token_s
-from services.node.engine.engine import TorchEngine
+from services.node.engine.engine import Measure, TorchEngine
 from services.node.engine.linear import Form
 from services.node.engine.ranks import Ranks
 from services.node.execution.steps import Steps
@@ -45,17 +45,18 @@ class Ours:
         form: Form = "packed",
         speculation: int = 0,
         tensor_parallel: int = 1,
+        measure: Measure | None = None,
         positions: int = 0,
         kv_host_bytes: int = 0,
     ) -> None:
-        """`positions`: of KV; 0: as many as all slots can take."""
+        """`measure`: see TorchEngine. `positions`: of KV; 0: as many as all slots can take."""
         manifest = imported.manifest
         self.model: ModelId = imported.model_id
         self.manifest = manifest
         self._form = form
         context = int(manifest.config["max_position_embeddings"])
         self._arena = Arena(sum(block.nbytes for block in manifest.blocks) + (1 << 20))
-        ranks = Ranks(tensor_parallel, self._arena.memory) if tensor_parallel > 1 else None
+        ranks = Ranks((tensor_parallel,), self._arena.memory) if tensor_parallel > 1 else None
         self._profiler = Profiler()
         self.engine = TorchEngine(
             "cpu",
@@ -65,6 +66,7 @@ class Ours:
             kv_host_bytes=kv_host_bytes,
             token_s=lambda model: token_s(self._profiler.profile(), model),
             ranks=ranks,
+            measure=measure,
         )
         self.steps = Steps(
             node=NODE,

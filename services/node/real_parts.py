@@ -7,6 +7,7 @@ from services.node.checkpoints.store import Store
 from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine, torch_device
 from services.node.engine.ranks import Ranks
+from services.node.engine.rehearsal import measure, tried
 from services.node.execution.worker import Worker
 from services.node.memory.device import DeviceArena
 from services.node.memory.landing import Landing
@@ -45,14 +46,8 @@ class RealParts:
         self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
     ) -> Worker:
         config = self._config
-        ranks = None
-        if config.tensor_parallel > 1:
-            if device is not None:
-                raise ConfigError(
-                    f"node.tensor_parallel is {config.tensor_parallel}, and on {config.device} it "
-                    f"can only be 1"
-                )
-            ranks = Ranks(config.tensor_parallel, memory)
+        degrees = self._degrees(device)
+        ranks = Ranks(degrees, memory) if degrees else None
         return Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -66,6 +61,7 @@ class RealParts:
                 kv_host_bytes=config.kv_host_bytes,
                 token_s=listener.token_s,
                 ranks=ranks,
+                measure=measure if config.tensor_parallel == "auto" else None,
             ),
             device=device,
             slots=config.slots,
@@ -78,6 +74,17 @@ class RealParts:
             worth=listener.worth,
             broken=lambda: ranks.broken if ranks else "",
         )
+
+    def _degrees(self, device: DeviceArena | None) -> tuple[int, ...]:
+        """For how many processes there are teams of ranks."""
+        config, degree = self._config, self._config.tensor_parallel
+        if degree == "auto":
+            return () if device is not None else tried(config.threads, config.cpu_weights)
+        if degree > 1 and device is not None:
+            raise ConfigError(
+                f"node.tensor_parallel is {degree}, and on {config.device} it can only be 1 or auto"
+            )
+        return (degree,) if degree > 1 else ()
 
     def data_plane(
         self, memories: Sequence[Memory], device: DeviceArena | None, listener: PlaneListener

@@ -3,12 +3,19 @@ arrive, and what is left when a rank or a node is killed."""
 
 import asyncio
 import os
+import re
 import signal
 import time
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
+from services.local.demo_model import make_checkpoint
+from services.local.publishing import import_model
 from shared import subjects
-from shared.messages.scaling import ScaleAccepted, SetInstances
+from shared.ids import ModelId, ModelName, NodeId
+from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
+from shared.messages.story import StoryQuery, Told
 from tests.support.cluster import LIMIT_S, MODEL, Answer, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
@@ -25,11 +32,11 @@ SETTINGS = {
 
 def ranks_of(pid: int) -> list[int]:
     """The children of a process that are ranks."""
-    found = []
+    found: list[int] = []
     for tasks in Path(f"/proc/{pid}/task").iterdir():
-        for child in map(int, (tasks / "children").read_text().split()):
-            if is_rank(child):
-                found.append(child)
+        with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
+            children = map(int, (tasks / "children").read_text().split())
+            found += filter(is_rank, children)
     return found
 
 
@@ -45,6 +52,45 @@ def wait_for_the_end(ranks: list[int]) -> None:
     while any(map(is_rank, ranks)):
         assert time.monotonic() < until, f"ranks {ranks} outlive their node"
         time.sleep(0.01)
+
+
+async def test_each_model_has_a_degree_of_its_own(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle
+) -> None:
+    """Which one the first model has depends on the machine. The second has one KV head."""
+    settings = {"LAMBDASCALE_NODE_TENSOR_PARALLEL": "auto", "LAMBDASCALE_NODE_THREADS": "2"}
+    alone = tmp_path / "alone"
+    make_checkpoint(alone, replace(TINY, kv_heads=1))
+    async with running(tmp_path, checkpoint, nodes=1, settings=settings) as up:
+        assert len(ranks_of(up.pid("node-0"))) == 1
+        name = ModelName("alone")
+        other = await import_model(
+            up.bus,
+            ImportModel(path=str(alone), name=name, min_instances=1),
+            say=lambda _: None,
+        )
+        node = NodeId("node-0")
+        await up.until(lambda: other.model_id in up.statuses[node].kv_shares, "both open")
+        of_other = Oracle(alone)
+        for prompt in prompts(2, TINY.vocab_size):
+            first, second = await asyncio.gather(up.ask(prompt, 20), up.ask(prompt, 20, name))
+            assert first.error == second.error == ""
+            assert [first.tokens] == oracle.tokens([prompt], 20)
+            assert [second.tokens] == of_other.tokens([prompt], 20)
+        measured = await division(up, up.record.model_id)
+        assert re.search(r"^[12] process.* it: .* ms with 1, .* ms with 2$", measured)
+        assert (await division(up, other.model_id)).startswith(
+            "1 process runs it: it has 1 KV head"
+        )
+
+
+async def division(up: Running, model: ModelId) -> str:
+    """What the node says about the number of processes that run the model."""
+    told = await up.bus.request(
+        subjects.node_story(NodeId("node-0")), StoryQuery(subject=model), Told, timeout=60.0
+    )
+    (text,) = (each.text for each in told.steps if " it: " in each.text)
+    return text
 
 
 async def test_every_token_is_exact(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:

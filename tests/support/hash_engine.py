@@ -239,6 +239,9 @@ class HashEngine(NoHostTier):
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
 
+    def division(self, model_id: ModelId) -> str:
+        return ""
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return iter(())
 

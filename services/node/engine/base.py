@@ -136,6 +136,9 @@ class Engine(Kv, Protocol):
         blocks will come, so pages for KV have its layers only. None: all may come.
         UnsupportedModel names what is not supported."""
 
+    def division(self, model_id: ModelId) -> str:
+        """How many processes run an open model, and why, in words. Empty: there was no choice."""
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Prepares what an open model's first steps would wait for, one piece at each step of the
         iterator. The iterator ends early if the model is closed."""

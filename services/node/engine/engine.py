@@ -12,6 +12,7 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
+from services.node.core.degrees import Choice, Costs, choose
 from services.node.core.kv import PAGE, Need, Restoration, movable
 from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
@@ -27,11 +28,11 @@ from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.ops import TorchOps
 from services.node.engine.processors import Processor, Processors
-from services.node.engine.ranks import LeadDecoder, Ranks
-from services.node.engine.share import WHOLE, check_divides
+from services.node.engine.ranks import Lead, LeadDecoder, Ranks
+from services.node.engine.share import WHOLE, check_divides, shape_of
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
-from services.node.engine.team import DropAdapter
+from services.node.engine.team import CloseModel, DropAdapter, use_threads
 from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
@@ -43,6 +44,10 @@ from shared.parts import Part
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import Capture
+
+
+Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[Costs, ...]]
+"""See rehearsal.measure."""
 
 
 class TorchEngine:
@@ -70,6 +75,7 @@ class TorchEngine:
         kv_host_bytes: int = 0,
         token_s: Callable[[ModelId], float] = lambda model_id: 0.0,
         ranks: Ranks | None = None,
+        measure: Measure | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
         `threads`: 0 takes torch's default; ranks share them. `step_floor_s`: the least seconds
@@ -79,7 +85,9 @@ class TorchEngine:
         packed weights. `kept_bytes`: this much of the packed weights is kept while their
         blocks are away. `kv_host_bytes`: the host tier of KV; 0: none. `token_s`: seconds of
         prefill for a token of a model, as measured; 0: not known. `ranks`: those that run decoders
-        together with this one. Make the engine on the thread that calls it."""
+        together with this one. `measure`: says what their steps cost, so that each model gets the
+        number of processes that is fastest; None: all of them run each decoder. Make the engine on
+        the thread that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
             capture = capture or _own_stream(self._device)
@@ -92,17 +100,19 @@ class TorchEngine:
             if self._form != "stored":
                 compiled = kernels.load()  # compile them now, before a model waits for them
         self._ranks = ranks
-        share = ranks.share if ranks else WHOLE
-        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes, share)
+        self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
         host = KvHost(kv_host_bytes, self._device, token_s) if kv_host_bytes else None
         self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
+        self._threads = threads or torch.get_num_threads()
+        self._costs: tuple[Costs, ...] = ()
         if ranks is not None:
-            threads = max(1, (threads or torch.get_num_threads()) // ranks.share.of)
-            ranks.start(threads=threads, form=self._form, kept_bytes=kept_bytes)
-        if threads:
-            torch.set_num_threads(threads)
+            ranks.start(threads=self._threads, form=self._form, kept_bytes=kept_bytes)
+            if measure is not None:
+                assert compiled is not None
+                self._costs = measure(ranks, self._threads, self._form, compiled)
+        use_threads(self._threads)
 
     def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
         if model_id in self._models:
@@ -110,7 +120,7 @@ class TorchEngine:
         config = read_config(manifest.config)
         dtype = check_manifest(manifest, config)
         network: Network
-        graphs = None
+        graphs, threads = None, self._threads
         if not isinstance(config, ModelConfig):
             if isinstance(config, VitConfig):
                 network = Encoder(config, dtype, self._device)
@@ -119,8 +129,7 @@ class TorchEngine:
             self._kv.open_model(model_id, range(config.n_layers), 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None
-            if self._ranks is not None:
-                check_divides(self._ranks.share.of, config, dtype)
+            lead = self._lead(manifest, config, dtype)
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
@@ -133,8 +142,8 @@ class TorchEngine:
             )
             longest = self._kv.longest(model_id)
             made: Callable[..., Decoder] = Decoder
-            if self._ranks is not None:
-                made = partial(LeadDecoder, model_id, manifest, self._ranks)
+            if lead is not None:
+                made, threads = partial(LeadDecoder, model_id, manifest, lead), lead.threads
             network = decoder = made(
                 config,
                 dtype,
@@ -148,7 +157,32 @@ class TorchEngine:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(decoder, longest, self._capture)
-        self._models[model_id] = Model(manifest, network, Processors(manifest.config), graphs)
+        processors = Processors(manifest.config)
+        self._models[model_id] = Model(manifest, network, processors, threads, graphs)
+
+    def _lead(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Lead | None:
+        """The team that runs the model; None: this process does."""
+        if self._ranks is None:
+            return None
+        if self._costs:
+            degree = self._choice(manifest, config, dtype).degree
+        else:
+            (degree,) = self._ranks.degrees
+            check_divides(degree, config, dtype)
+        return self._ranks.teams.get(degree)
+
+    def _choice(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Choice:
+        shape = shape_of(manifest, config, dtype, int8=self._form == "int8")
+        return choose(shape, self._costs)
+
+    def division(self, model_id: ModelId) -> str:
+        manifest = self._model(model_id).manifest
+        config = read_config(manifest.config)
+        if not self._costs or not isinstance(config, ModelConfig):
+            return ""
+        choice = self._choice(manifest, config, check_manifest(manifest, config))
+        whose = "1 process runs" if choice.degree == 1 else f"{choice.degree} processes run"
+        return f"{whose} it: {choice.why}"
 
     def _kernels(self, dtype: torch.dtype) -> kernels.Kernels | None:
         """The CPU kernels, if a model in `dtype` runs on them."""
@@ -180,9 +214,11 @@ class TorchEngine:
         spec = model.manifest.blocks[block]
         network = model.network
         others: AbstractContextManager[None] = nullcontext()
+        share = WHOLE
         if isinstance(network, LeadDecoder):
-            others = network.attaching(block, weights)
-        with others, self._packed.of(model_id, block, spec.nbytes) as pages:
+            others, share = network.attaching(block, weights), network.share
+        use_threads(model.threads)
+        with others, self._packed.of(model_id, block, spec.nbytes, share) as pages:
             made = network.units(spec, weights, self._form, pages)
         model.blocks[block] = made
         if model.graphs is not None:
@@ -193,10 +229,12 @@ class TorchEngine:
 
     def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
         config, spec = read_config(manifest.config), manifest.blocks[block]
-        if model_id in self._models or self._ranks is not None:
+        if model_id in self._models:
             return False
         dtype = check_manifest(manifest, config)
         if not isinstance(config, ModelConfig) or self._kernels(dtype) is None:
+            return False
+        if self._ranks is not None and (not self._costs or self._lead(manifest, config, dtype)):
             return False
         if not self._packed.has_room(model_id, block, spec.nbytes):
             return False
@@ -250,9 +288,11 @@ class TorchEngine:
         if self._device.type == "cuda":  # a sweep that was given up may still have kernels running
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
-        model = self._models.pop(model_id, None)
-        if model is not None and isinstance(model.network, LeadDecoder):
-            model.network.close(asleep=asleep)
+        self._models.pop(model_id, None)
+        if self._ranks is not None:
+            self._ranks.tell(CloseModel(model_id, asleep))
+            if not self._kv.capacity:
+                self._ranks.drop_cache()
         if not asleep:
             self._packed.leave(model_id)
 

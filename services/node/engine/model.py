@@ -78,6 +78,8 @@ class Model:
     manifest: Manifest
     network: Network
     processors: Processors
+    threads: int = 1
+    """Of this process, that run it."""
     graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)

@@ -7,7 +7,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, cast
 
@@ -22,6 +22,7 @@ from services.node.engine.kernel_step import KernelStep
 from services.node.engine.linear import Form
 from services.node.engine.model import Model
 from services.node.engine.processors import Processors
+from services.node.engine.rehearsal import Times, rehearse
 from services.node.engine.share import Share
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.team import (
@@ -30,10 +31,13 @@ from services.node.engine.team import (
     CloseModel,
     Done,
     DropAdapter,
+    DropCache,
     Head,
+    Meet,
     OpenModel,
     Order,
     Plan,
+    Rehearse,
     Run,
     Shared,
     Team,
@@ -41,6 +45,7 @@ from services.node.engine.team import (
     UseCache,
     UseRoom,
     head_room,
+    use_threads,
     write_share,
 )
 from services.node.engine.weights import check_manifest
@@ -54,25 +59,38 @@ CPU = torch.device("cpu")
 
 class Rank:
     def __init__(
-        self, team: Team, compiled: kernels.Kernels, arena: Shared, form: Form, kept_bytes: int
+        self,
+        teams: Mapping[int, Team],
+        compiled: kernels.Kernels,
+        arena: Shared,
+        form: Form,
+        kept_bytes: int,
     ) -> None:
-        self._team = team
+        """`teams`: those that it is in, by degree."""
+        self._teams = teams
         self._compiled = compiled
         self._arena = arena.bytes
         self._form: Form = form
         self._packed = PackedBlocks(Shelf(), form, compiled, kept_bytes)
         self._cache = torch.empty(0, dtype=torch.uint8)
-        self._models: dict[ModelId, Model] = {}
+        self._models: dict[ModelId, tuple[Model, Team]] = {}
         self._adapters: dict[ModelId, Adapter] = {}
         self._stepping: tuple[Model, KernelStep] | None = None
 
     def obey(self, order: Order, descriptor: int | None) -> Done | None:
         """Returns the answer, if the order is answered."""
         match order:
-            case UseRoom():
-                self._team.use_room(_taken(descriptor))
+            case UseRoom(degree=degree):
+                self._teams[degree].use_room(_taken(descriptor))
             case UseCache():
                 self._cache = _taken(descriptor).bytes
+            case DropCache():
+                self._cache = torch.empty(0, dtype=torch.uint8)
+            case Meet(degree=degree):
+                self._teams[degree].meet()
+            case Rehearse(degree=degree):
+                team = self._teams[degree]
+                rehearse(team, team.threads, self._form, self._compiled, Times())
             case OpenModel():
                 self._open(order)
             case AttachBlock():
@@ -84,7 +102,8 @@ class Rank:
             case DropAdapter(name=name):
                 self._adapters.pop(name, None)
             case Plan(model=model_id, plan=plan):
-                model = self._models[model_id]
+                model, team = self._models[model_id]
+                use_threads(team.threads)
                 self._stepping = model, cast(Decoder, model.network).planned(plan)
             case Run():
                 self._run(order)
@@ -93,7 +112,7 @@ class Rank:
         return None
 
     def _open(self, order: OpenModel) -> None:
-        manifest = order.manifest
+        manifest, team = order.manifest, self._teams[order.degree]
         config = _decoder_config(manifest.config)
         decoder = Decoder(
             config,
@@ -102,33 +121,35 @@ class Rank:
             order.longest,
             compiled=self._compiled,
             adapters=self._adapters,
-            team=self._team,
+            team=team,
         )
-        self._models[order.model] = Model(manifest, decoder, Processors(manifest.config))
+        model = Model(manifest, decoder, Processors(manifest.config))
+        self._models[order.model] = model, team
 
     def _attach(self, order: AttachBlock) -> Done:
-        model = self._models[order.model]
+        model, team = self._models[order.model]
+        use_threads(team.threads)
         spec = model.manifest.blocks[order.block]
         weights = self._arena[order.offset : order.offset + spec.nbytes]
         try:
-            with self._packed.of(order.model, order.block, spec.nbytes) as pages:
+            with self._packed.of(order.model, order.block, spec.nbytes, team.share) as pages:
                 units = model.network.units(spec, weights, self._form, pages)
         except Exception as error:  # rank 0 says what that means for the node
             known = as_typed(error)
-            return Done(known.code, f"rank {self._team.share.rank}: {known}")
+            return Done(known.code, f"rank {team.share.rank}: {known}")
         model.blocks[order.block] = units
         return Done()
 
     def _close(self, order: CloseModel) -> None:
-        self._stepping = None
-        self._models.pop(order.model, None)
+        """It may not have the model: it may sleep, or another team runs it."""
+        model, _ = self._models.pop(order.model, (None, None))
+        if self._stepping is not None and self._stepping[0] is model:
+            self._stepping = None
         if not order.asleep:
             self._packed.leave(order.model)
-        if not self._models:
-            self._cache = torch.empty(0, dtype=torch.uint8)
 
     def _adapter(self, order: UseAdapter, shared: Shared) -> Adapter:
-        config, share = _decoder_config(order.base), self._team.share
+        config, share = _decoder_config(order.base), self._teams[order.degree].share
         return read_adapter(order.manifest, shared.bytes, config, CPU, compiled=True, share=share)
 
     def _run(self, order: Run) -> None:
@@ -140,12 +161,13 @@ class Rank:
         step.run(order.block, blocks, step.hidden, kv)
 
     def _head(self, order: Head) -> None:
-        model = self._models[order.model]
+        model, team = self._models[order.model]
+        use_threads(team.threads)
         decoder, unit = cast(Decoder, model.network), model.head_unit(model.manifest.n_blocks - 1)
         assert unit is not None
-        x, logits = head_room(self._team, decoder.config, decoder.dtype, order.rows)
+        x, logits = head_room(team, decoder.config, decoder.dtype, order.rows)
         write_share(unit, x, logits)
-        self._team.meet()
+        team.meet()
 
 
 def _decoder_config(raw: dict[str, Any]) -> ModelConfig:
@@ -168,16 +190,20 @@ def die_with(parent: int) -> None:
 
 @torch.inference_mode()
 def main(argv: Sequence[str]) -> None:
-    rank, degree, threads, form, kept, parent, connection, place, arena = argv
+    rank, degrees, threads, form, kept, parent, connection, place, arena = argv
     die_with(int(parent))
     for number in (signal.SIGINT, signal.SIGTERM):  # the node's to obey: it ends its ranks
         signal.signal(number, signal.SIG_IGN)
-    torch.set_num_threads(int(threads))
     compiled = kernels.load()
     assert compiled is not None
-    team = Team(Share(int(rank), int(degree)), Shared(int(place)))
+    own, met = int(rank), Shared(int(place))
+    teams = {
+        degree: Team(Share(own, degree), met, int(threads))
+        for degree in map(int, degrees.split(","))
+        if own < degree
+    }
     seen = Shared(int(arena), copied=True)
-    one = Rank(team, compiled, seen, cast(Form, form), int(kept))
+    one = Rank(teams, compiled, seen, cast(Form, form), int(kept))
     channel = Channel(socket.socket(fileno=int(connection)), answers=False)
     with suppress(EOFError, ConnectionError):  # rank 0 is gone
         channel.send(Done())

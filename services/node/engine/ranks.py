@@ -34,8 +34,8 @@ from services.node.engine.step import Step, plan_step
 from services.node.engine.team import (
     AttachBlock,
     Channel,
-    CloseModel,
     Done,
+    DropCache,
     Head,
     OpenModel,
     Order,
@@ -62,15 +62,16 @@ from shared.errors import (
 from shared.ids import ModelId
 from shared.layout import Manifest
 
-PLACE_BYTES = 4096
 
+class Ranks:
+    """All processes of a node that run models with this one."""
 
-class Ranks(Team):
-    def __init__(self, degree: int, arena: Memory) -> None:
-        """`arena`: what blocks lie in."""
-        place = Shared.new(PLACE_BYTES)
-        prepare(place, degree)
-        super().__init__(Share(0, degree), place)
+    def __init__(self, degrees: Sequence[int], arena: Memory) -> None:
+        """`degrees`: those of the teams. `arena`: what blocks lie in."""
+        self.degrees = tuple(degrees)
+        self.teams: dict[int, Lead] = {}
+        """By degree. Empty before the start."""
+        self._place = prepare(degrees)
         self._arena = arena
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
@@ -81,27 +82,29 @@ class Ranks(Team):
 
     def start(self, *, threads: int, form: Form, kept_bytes: int) -> None:
         """Starts the other ranks' processes, and waits until they are there. They end with this
-        thread. `threads`: of each rank. `form` and `kept_bytes`: see TorchEngine. ConfigError:
-        there are no kernels for such weights."""
-        degree = self.share.of
+        thread. `threads`: of the node, which all ranks of a team share. `form` and `kept_bytes`:
+        see TorchEngine. ConfigError: there are no kernels for such weights."""
+        most = max(self.degrees)
         if form == "stored" or kernels.load() is None:
             raise ConfigError(
-                f"node.tensor_parallel is {degree}, which takes the kernels for CPUs: set "
+                f"node.tensor_parallel is {most}, which takes the kernels for CPUs: set "
                 f"node.cpu_weights to packed or int8, and install a C compiler (apt install gcc)"
             )
-        for rank in range(1, degree):
+        self.teams = {n: Lead(self, Share(0, n), self._place, threads) for n in self.degrees}
+        for rank in range(1, most):
             self._start(rank, threads, form, kept_bytes)
         self._place.close()
-        self.hear()
+        self.hear(most)
 
     def _start(self, rank: int, threads: int, form: Form, kept_bytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        degrees = ",".join(map(str, self.degrees))
         with theirs:
             inherited = theirs.fileno(), self._place.descriptor, self._arena.descriptor
             process = subprocess.Popen(
                 [
                     *(sys.executable, "-m", "services.node.engine.rank"),
-                    *map(str, (rank, self.share.of, threads, form, kept_bytes, os.getpid())),
+                    *map(str, (rank, degrees, threads, form, kept_bytes, os.getpid())),
                     *map(str, inherited),
                 ],
                 stdin=subprocess.DEVNULL,
@@ -134,9 +137,10 @@ class Ranks(Team):
 
     # --- orders -------------------------------------------------------------
 
-    def tell(self, order: Order, descriptor: int | None = None) -> None:
+    def tell(self, order: Order, descriptor: int | None = None, *, degree: int = 0) -> None:
+        """`degree`: of the team that is told; 0: all ranks are."""
         try:
-            for channel in self._channels:
+            for channel in self._of(degree):
                 channel.send(order, descriptor)
         except OSError as error:
             raise self._lost(error) from error
@@ -148,15 +152,25 @@ class Ranks(Team):
             raise BadInput("ranks take only blocks that lie in the arena")
         return found[1]
 
+    def _of(self, degree: int) -> list[Channel]:
+        return self._channels[: degree - 1] if degree else self._channels
+
     def cache(self, nbytes: int) -> torch.Tensor:
         """New memory for KV, for all ranks. CapacityExceeded: there is none."""
-        self._cache = self._share(nbytes, UseCache())
+        self._cache = self.share(nbytes, UseCache())
         return self._cache
 
+    def drop_cache(self) -> None:
+        self._cache = torch.empty(0)
+        self.tell(DropCache())
+
     def use_adapter(self, name: ModelId, adapter: Adapter) -> Adapter:
-        """All ranks take it. Returns it without the bytes."""
+        """The ranks of its base take it. Returns it without the bytes."""
+        if adapter.others is None:
+            return adapter
         order, shared = adapter.others
-        self.tell(msgspec.structs.replace(order, name=name), shared.descriptor)
+        named = msgspec.structs.replace(order, name=name)
+        self.tell(named, shared.descriptor, degree=order.degree)
         return replace(adapter, others=None)
 
     def place_of(self, kv: torch.Tensor) -> tuple[int, int]:
@@ -164,18 +178,16 @@ class Ranks(Team):
         bytes."""
         return kv.data_ptr() - self._cache.data_ptr(), kv.stride(0) * kv.itemsize
 
-    def _grown(self, nbytes: int) -> torch.Tensor:
-        return self._share(nbytes + nbytes // 2, UseRoom())
-
-    def _share(self, nbytes: int, order: Order) -> torch.Tensor:
+    def share(self, nbytes: int, order: Order, *, degree: int = 0) -> torch.Tensor:
+        """New memory, which goes with the order."""
         shared = Shared.new(nbytes)
-        self.tell(order, shared.descriptor)
+        self.tell(order, shared.descriptor, degree=degree)
         return shared.bytes
 
-    def hear(self) -> list[LambdaScaleError]:
-        """Waits for an answer from each."""
+    def hear(self, degree: int) -> list[LambdaScaleError]:
+        """Waits for an answer from each rank of the team."""
         errors: list[LambdaScaleError] = []
-        for channel in self._channels:
+        for channel in self._of(degree):
             try:
                 done, _ = channel.receive()
             except (OSError, EOFError) as error:
@@ -189,6 +201,24 @@ class Ranks(Team):
         return EngineFailed(f"a rank has ended: {self.broken or repr(error)}")
 
 
+class Lead(Team):
+    """Rank 0's view of a team."""
+
+    def __init__(self, ranks: Ranks, share: Share, place: Shared, threads: int) -> None:
+        super().__init__(share, place, threads)
+        self.ranks = ranks
+
+    def tell(self, order: Order) -> None:
+        self.ranks.tell(order, degree=self.share.of)
+
+    def hear(self) -> list[LambdaScaleError]:
+        return self.ranks.hear(self.share.of)
+
+    def _grown(self, nbytes: int) -> torch.Tensor:
+        degree = self.share.of
+        return self.ranks.share(nbytes + nbytes // 2, UseRoom(degree), degree=degree)
+
+
 class LeadDecoder(Decoder):
     """A decoder whose other shares are at other ranks."""
 
@@ -196,7 +226,7 @@ class LeadDecoder(Decoder):
         self,
         model: ModelId,
         manifest: Manifest,
-        ranks: Ranks,
+        lead: Lead,
         config: ModelConfig,
         dtype: torch.dtype,
         device: torch.device,
@@ -215,59 +245,60 @@ class LeadDecoder(Decoder):
             fused=fused,
             compiled=compiled,
             adapters=adapters,
-            team=ranks,
+            team=lead,
         )
         self._model, self._manifest = model, manifest
-        self._ranks = ranks
-        ranks.tell(OpenModel(model, manifest, longest))
+        self._lead = lead
+        lead.tell(OpenModel(model, lead.share.of, manifest, longest))
+
+    @property
+    def share(self) -> Share:
+        return self._lead.share
 
     @contextmanager
     def attaching(self, block: int, weights: object) -> Iterator[None]:
         """All ranks attach the block, this one in the context. CapacityExceeded: one has no memory
         left."""
-        self._ranks.tell(AttachBlock(self._model, block, self._ranks.offset(weights)))
+        offset = self._lead.ranks.offset(weights)
+        self._lead.tell(AttachBlock(self._model, block, offset))
         try:
             yield
         finally:
-            errors = self._ranks.hear()
+            errors = self._lead.hear()
         if errors:
             raise errors[0]
 
     def make_adapter(self, manifest: Manifest, weights: memoryview) -> Adapter:
         """This rank's share, with the bytes for the others."""
-        made = read_adapter(
-            manifest, weights, self.config, self.device, compiled=True, share=self._ranks.share
-        )
-        order = UseAdapter(ModelId(""), manifest, self._manifest.config)
+        share = self.share
+        made = read_adapter(manifest, weights, self.config, self.device, compiled=True, share=share)
+        order = UseAdapter(ModelId(""), share.of, manifest, self._manifest.config)
         shared = Shared.new(len(weights))
         shared.bytes.numpy().data[:] = weights
         return replace(made, others=(order, shared))
 
-    def close(self, *, asleep: bool) -> None:
-        self._ranks.tell(CloseModel(self._model, asleep))
-
     def step(self, spans: Sequence[Span]) -> Step:
         plan = plan_step(spans, self.attention.group)
         step = self.planned(plan)
-        self._ranks.tell(Plan(self._model, plan))
-        return LeadStep(step, self._ranks)
+        self._lead.tell(Plan(self._model, plan))
+        return LeadStep(step, self._lead)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         x = self.states(unit, hidden, rows)
-        given, logits = head_room(self._ranks, self.config, self.dtype, len(x))
+        given, logits = head_room(self._lead, self.config, self.dtype, len(x))
         given.copy_(x)
-        self._ranks.tell(Head(self._model, len(x)))
+        self._lead.tell(Head(self._model, len(x)))
         write_share(unit, given, logits)
-        self._ranks.meet()
+        self._lead.meet()
         return logits.clone()
 
 
 class LeadStep:
     """Implements services.node.engine.step.Step, with all ranks."""
 
-    def __init__(self, step: KernelStep, ranks: Ranks) -> None:
+    def __init__(self, step: KernelStep, lead: Lead) -> None:
         self._step = step
-        self._ranks = ranks
+        self._lead = lead
 
     def run(
         self,
@@ -280,7 +311,7 @@ class LeadStep:
     ) -> int:
         held, shared = tuple(blocks), self._step.hidden
         shared.copy_(hidden)
-        self._ranks.tell(Run(block, len(held), *self._ranks.place_of(kv)))
+        self._lead.tell(Run(block, len(held), *self._lead.ranks.place_of(kv)))
         ran = self._step.run(block, held, shared, kv, for_s, bell)
         hidden.copy_(shared)
         return ran

@@ -19,9 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from services.node.checkpoints.config import ModelConfig
+from services.node.checkpoints.config import EMBEDDING, ModelConfig
+from services.node.core.degrees import Shape
 from services.node.engine import kernels
 from shared.errors import UnsupportedModel
+from shared.layout import Manifest
 
 UNIT = 16
 """A rank computes this many outputs together, because the kernels' vectors have this length."""
@@ -73,6 +75,19 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> tor
         start += size
     views = [tensor[piece.start : piece.stop] for piece in pieces]
     return views[0] if len(views) == 1 else torch.cat(views)
+
+
+def shape_of(manifest: Manifest, config: ModelConfig, dtype: torch.dtype, *, int8: bool) -> Shape:
+    """What a decode step of the model has to do. `int8`: with weights of 8 bits."""
+    alone = ""
+    if dtype not in kernels.DTYPES:
+        alone = f"models in {dtype} are not divided"
+    elif config.experts is not None:
+        alone = "a token may wait for one process only, since experts are whole"
+    tensors = (tensor for block in manifest.blocks for tensor in block.tensors)
+    nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name != EMBEDDING)
+    rounded = dtype.itemsize if int8 else 1
+    return Shape(config.n_layers, nbytes // rounded, config.n_kv_heads, alone)
 
 
 def check_divides(degree: int, config: ModelConfig, dtype: torch.dtype) -> None:

@@ -118,14 +118,11 @@ class PackedBlocks:
         form: Form,
         compiled: kernels.Kernels | None,
         most: int = 0,
-        share: Share = WHOLE,
     ) -> None:
         """`compiled`: what packs weights here; None: nothing does. `most`: how many bytes of
-        blocks keep their packed weights, while some of these blocks are not in the arena. `share`:
-        the part of each block that is packed."""
+        blocks keep their packed weights, while some of these blocks are not in the arena."""
         self._shelf = shelf
-        part = "" if share == WHOLE else f" {share.rank} of {share.of}"
-        self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}{part}"
+        self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
         self._most = most
         self._taken: dict[tuple[ModelId, int], list[torch.Tensor]] = {}
         self._sizes: dict[tuple[ModelId, int], int] = {}
@@ -134,16 +131,17 @@ class PackedBlocks:
         """Models that have left the arena, the first to leave first."""
 
     @contextmanager
-    def of(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
+    def of(self, model: ModelId, block: int, nbytes: int, share: Share = WHOLE) -> Iterator[Pages]:
         """Pages for the packed weights of a block of so many bytes. In the context they are
-        taken and filled."""
+        taken and filled. `share`: the part of the block that is packed, always the same of a
+        model."""
         key = model, block
         self._gone.pop(model, None)
         if key in self._taken:
             yield TakenAgain(self._taken[key])
             return
         self._make_room(nbytes)
-        with self._pages(model, block, nbytes) as pages:
+        with self._pages(model, block, nbytes, share) as pages:
             taken = Taken(pages)
             yield taken
         self._taken[key], self._sizes[key] = taken.tensors, nbytes
@@ -173,21 +171,24 @@ class PackedBlocks:
             self._shelf.drop(model)
 
     @contextmanager
-    def _pages(self, model: ModelId, block: int, nbytes: int) -> Iterator[Pages]:
+    def _pages(self, model: ModelId, block: int, nbytes: int, share: Share) -> Iterator[Pages]:
+        made = self._made if share == WHOLE else f"{self._made} {share.rank} of {share.of}"
         if not (self._shelf.keeps and self._made) or nbytes < LEAST:
             yield HugePages(nbytes)
-        elif (kept := self._find(model, block)) is not None:
+        elif (kept := self._find(model, block, made)) is not None:
             yield kept
         else:
             descriptor = os.memfd_create(
                 "lambdascale-packed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
             )
             try:
-                yield from self._new(model, block, nbytes, descriptor)
+                yield from self._new(model, block, nbytes, made, descriptor)
             finally:
                 os.close(descriptor)
 
-    def _new(self, model: ModelId, block: int, nbytes: int, descriptor: int) -> Iterator[Pages]:
+    def _new(
+        self, model: ModelId, block: int, nbytes: int, made: str, descriptor: int
+    ) -> Iterator[Pages]:
         most = -(-(nbytes + nbytes // 8) // HUGE) * HUGE
         os.ftruncate(descriptor, most)
         pages = SharedPages(descriptor, most, filled=False)
@@ -199,11 +200,11 @@ class PackedBlocks:
             content = pages.content
             os.ftruncate(descriptor, len(content))
             fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)
-            self._shelf.put(model, block, self._made, descriptor, content)
+            self._shelf.put(model, block, made, descriptor, content)
 
-    def _find(self, model: ModelId, block: int) -> SharedPages | None:
+    def _find(self, model: ModelId, block: int, made: str) -> SharedPages | None:
         """The block's packed weights from the process before, if they are as they were made."""
-        kept = self._shelf.find(model, block, self._made)
+        kept = self._shelf.find(model, block, made)
         if kept is None:
             return None
         try:

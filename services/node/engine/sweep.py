@@ -32,6 +32,7 @@ from services.node.engine.model import Model
 from services.node.engine.part_checks import check_adapters, check_part, checked_hidden
 from services.node.engine.sampling import Drawn
 from services.node.engine.step import Step
+from services.node.engine.team import use_threads
 from shared.errors import LambdaScaleError
 from shared.ids import ModelId
 from shared.messages.serving import Logprobs
@@ -161,6 +162,7 @@ class TorchSweep:
                 self._packed = False
             if self._aboard:
                 model = self._find(self._model_id)
+                use_threads(model.threads)
                 stop = run_end(model.blocks, self._at, self._next_stop())
                 if stop == self._at:
                     self._step = None  # other sweeps run before this one goes on

@@ -1,6 +1,7 @@
 """What the ranks of a node share: memory for what passes between them, and where they meet.
 
-Rank 0 is the node's own process; `ranks.py` is its side. The others are `rank.py`.
+Rank 0 is the node's own process; `ranks.py` is its side. The others are `rank.py`. A team of degree
+T is the first T ranks. Each model has one, and teams of several degrees may be there together.
 """
 
 import ctypes
@@ -10,7 +11,7 @@ import socket
 import struct
 import weakref
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -57,15 +58,19 @@ class Shared:
 class Team:
     """A rank's view of its team."""
 
-    def __init__(self, share: Share, place: Shared) -> None:
-        """`place`: memory for kernels.Team, which rank 0 has filled."""
+    def __init__(self, share: Share, place: Shared, threads: int) -> None:
+        """`place`: where the teams of all degrees meet (`prepare`). `threads`: of all ranks
+        together."""
         self.share = share
+        self.threads = max(1, threads // share.of)
+        """Of this rank."""
         self._place = place
         self._room = torch.empty(0, dtype=torch.uint8)
 
     @property
     def address(self) -> int:
-        return self._place.bytes.data_ptr()
+        """The address of the kernels.Team."""
+        return self._place.bytes.data_ptr() + self.share.of * ctypes.sizeof(kernels.Team)
 
     def meet(self) -> None:
         """Returns when all ranks have called it."""
@@ -97,15 +102,35 @@ class _Order(msgspec.Struct, frozen=True, tag=True):
 
 
 class UseRoom(_Order, frozen=True):
-    """Take this memory for what passes between ranks. Its descriptor comes along."""
+    """Take this memory for what passes between the ranks of this team. Its descriptor comes
+    along."""
+
+    degree: int
 
 
 class UseCache(_Order, frozen=True):
-    """The same, for KV."""
+    """The same, for KV of all models."""
+
+
+class DropCache(_Order, frozen=True):
+    """No model needs it any more."""
+
+
+class Meet(_Order, frozen=True):
+    """Come to a meeting, and do nothing."""
+
+    degree: int
+
+
+class Rehearse(_Order, frozen=True):
+    """Do your part of a rehearsal (rehearsal.py)."""
+
+    degree: int
 
 
 class OpenModel(_Order, frozen=True):
     model: ModelId
+    degree: int
     manifest: Manifest
     longest: int
     """See Decoder."""
@@ -154,6 +179,7 @@ class UseAdapter(_Order, frozen=True):
     """Make your share of an adapter runnable. The memory with its block's bytes comes along."""
 
     name: ModelId
+    degree: int
     manifest: Manifest
     base: dict[str, Any]
     """The config of its base."""
@@ -166,6 +192,9 @@ class DropAdapter(_Order, frozen=True):
 Order = (
     UseRoom
     | UseCache
+    | DropCache
+    | Meet
+    | Rehearse
     | OpenModel
     | AttachBlock
     | CloseModel
@@ -248,7 +277,15 @@ def write_share(unit: HeadUnit, x: torch.Tensor, logits: torch.Tensor) -> None:
     unit.head.write(x, logits)
 
 
-def prepare(place: Shared, ranks: int) -> None:
-    """Makes the memory one where `ranks` ranks meet."""
-    team = kernels.Team(ranks=ranks)
-    ctypes.memmove(place.bytes.data_ptr(), ctypes.addressof(team), ctypes.sizeof(team))
+def prepare(degrees: Sequence[int]) -> Shared:
+    """Memory where teams of these degrees meet."""
+    teams = (kernels.Team * (max(degrees) + 1))(*map(kernels.Team, range(max(degrees) + 1)))
+    place = Shared.new(ctypes.sizeof(teams))
+    ctypes.memmove(place.bytes.data_ptr(), ctypes.addressof(teams), ctypes.sizeof(teams))
+    return place
+
+
+def use_threads(count: int) -> None:
+    """Has torch and the kernels run on so many threads of this process."""
+    if count != torch.get_num_threads():
+        torch.set_num_threads(count)

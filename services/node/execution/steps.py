@@ -152,6 +152,9 @@ class Steps:
         with self._blamed():
             self._engine.open_model(model_id, manifest, part)
         self._models[model_id] = manifest
+        if division := self._engine.division(model_id):
+            self.story.tell(self._clock(), "open_model", division, model_id)
+            self._log.info("model opened", model=model_id, division=division)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return self._engine.warm_up(model_id)

@@ -125,6 +125,10 @@ class Layers(ctypes.Structure):
     ]
 
 
+class Waits(Layers):
+    pass
+
+
 class Kernels:
     """The functions of calls.c. Each takes the structure that is named like it."""
 
@@ -140,6 +144,7 @@ class Kernels:
                 (Lookup, "look_up"),
                 (Largest, "largest"),
                 (Layers, "run_layers"),
+                (Waits, "wait_layers"),
             )
         }
         for function in self._functions.values():

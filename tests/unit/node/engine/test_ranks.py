@@ -2,10 +2,11 @@
 
 import os
 import random
+import re
 import shutil
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path as Folder
 from typing import Any
@@ -13,14 +14,18 @@ from typing import Any
 import pytest
 import torch
 
+from services.node.core.degrees import Costs
 from services.node.core.kv import PAGE
+from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv_host import KvHost
 from services.node.engine.linear import Form
 from services.node.engine.ranks import Ranks
+from services.node.engine.rehearsal import measure
+from services.node.engine.team import Meet
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
-from shared.ids import NO_ADAPTER
+from shared.ids import NO_ADAPTER, ModelId
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
 from tests.unit.node.engine.test_adapters import SPECS, Adapted, with_adapter
@@ -43,7 +48,7 @@ class Divided:
     def __init__(self, degree: int, form: Form = "packed", threads: int = 1) -> None:
         self.degree = degree
         self._arena = Arena(8 << 20)
-        self.ranks = Ranks(degree, self._arena.memory)
+        self.ranks = Ranks((degree,), self._arena.memory)
         self.engine = TorchEngine(
             "cpu", 4096, threads=degree * threads, cpu_weights=form, ranks=self.ranks
         )
@@ -271,7 +276,7 @@ def test_blocks_that_ranks_cannot_see_are_refused(divided: Divided) -> None:
 
 
 def test_without_kernels_there_are_no_ranks() -> None:
-    ranks = Ranks(2, Arena(1 << 20).memory)
+    ranks = Ranks((2,), Arena(1 << 20).memory)
     with pytest.raises(ConfigError, match="cpu_weights to packed or int8"):
         TorchEngine("cpu", 64, threads=1, cpu_weights="stored", ranks=ranks)
     ranks.close()
@@ -289,3 +294,177 @@ def test_a_rank_that_is_killed_is_told() -> None:
     with pytest.raises(EngineFailed, match="signal 9"):
         made.engine.open_model(MODEL, make_model().manifest)
     made.ranks.close()
+
+
+# --- degrees that are chosen ---------------------------------------------------
+
+
+def costs(rates: dict[int, float]) -> Any:
+    chosen = tuple(Costs(degree, rate, 0.0, 0.0) for degree, rate in rates.items())
+    return lambda *_: chosen
+
+
+class Chosen(Divided):
+    """An engine that chooses the degree of each model."""
+
+    def __init__(
+        self,
+        degrees: tuple[int, ...],
+        measure: Any,
+        form: Form = "packed",
+        arena_bytes: int = 8 << 20,
+    ) -> None:
+        self._arena = Arena(arena_bytes)
+        self.ranks = Ranks(degrees, self._arena.memory)
+        self.engine = TorchEngine(
+            "cpu",
+            KvBudget(32 << 20),
+            threads=4,
+            cpu_weights=form,
+            ranks=self.ranks,
+            measure=measure,
+        )
+
+    def hold(self, name: ModelId, model: Model) -> None:
+        self.engine.open_model(name, model.manifest)
+        for block, buffer in enumerate(model.buffers):
+            memory = self._arena.allocate(len(buffer)).memory
+            memory[:] = buffer
+            self.engine.attach(name, block, memory)
+
+    def generate(self, models: dict[ModelId, Model]) -> dict[ModelId, list[int]]:
+        """Greedy tokens of all models, which take turns step by step."""
+        tokens: dict[ModelId, list[int]] = {name: [] for name in models}
+        for step in range(COUNT):
+            for name, model in models.items():
+                given = PROMPT if not step else tokens[name][-1:]
+                at = len(PROMPT) + step - 1 if step else 0
+                one = part([row(name, at, given, draw=step)], 0, model.n_blocks)
+                tokens[name] += run(self.engine, one, name).sampled[0]
+        self.engine.free(tuple(models))
+        return tokens
+
+
+@pytest.fixture
+def choosing() -> Iterator[Callable[..., Chosen]]:
+    made: list[Chosen] = []
+
+    def make(*args: Any, **named: Any) -> Chosen:
+        made.append(Chosen(*args, **named))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.ranks.close()
+
+
+def test_models_of_several_degrees_run_side_by_side(choosing: Callable[..., Chosen]) -> None:
+    """Each degree is the fastest for one of them: four processes cannot divide two heads."""
+    made = choosing((2, 4), costs({1: 1e9, 2: 2e9, 4: 4e9}))
+    models = {
+        ModelId("four"): make_model(seed=1, **FOUR_KV_HEADS),
+        ModelId("two"): make_model(seed=2),
+        ModelId("one"): make_model(seed=3, **FORMS["mqa"]),
+        ModelId("experts"): make_model(seed=4, **FORMS["mixtral"]),
+        ModelId("float16"): make_model(seed=5, dtype="float16"),
+    }
+    for name, model in models.items():
+        made.hold(name, model)
+    first = {name: made.engine.division(name).partition(":")[0] for name in models}
+    assert first == {
+        "four": "4 processes run it",
+        "two": "2 processes run it",
+        "one": "1 process runs it",
+        "experts": "1 process runs it",
+        "float16": "1 process runs it",
+    }
+    del models[ModelId("float16")]  # whose tokens are not those of float32
+    expected = {name: model.expected_tokens(PROMPT, COUNT) for name, model in models.items()}
+    assert made.generate(models) == expected
+
+    # The KV of models that are open stays with all ranks while others are opened and closed.
+    made.engine.close_model(ModelId("four"))
+    assert made.generate({name: models[name] for name in expected if name != "four"}) == {
+        name: tokens for name, tokens in expected.items() if name != "four"
+    }
+    made.hold(ModelId("four"), models[ModelId("four")])
+    assert made.generate(models) == expected
+    for name in (*models, ModelId("float16")):
+        made.engine.close_model(name)
+    made.hold(ModelId("two"), models[ModelId("two")])
+    two = {ModelId("two"): models[ModelId("two")]}
+    assert made.generate(two) == {"two": expected[ModelId("two")]}
+
+
+def test_adapters_where_degrees_are_chosen(
+    tmp_path: Folder, choosing: Callable[..., Chosen]
+) -> None:
+    made = choosing((2,), costs({1: 1e9, 2: 2e9}))
+    for changes in ({}, FORMS["mqa"]):
+        model, spec = make_model(seed=3, **changes), SPECS["all"]
+        made.hold(MODEL, model)
+        adapted = Adapted(tmp_path, model)
+        name = adapted.add(made.engine, spec)
+        given = with_adapter(row("adapted", 0, PROMPT, draw=0), name)
+        ((token,),) = run(made.engine, part([given], 0, model.n_blocks)).sampled
+        assert [token] == adapted.oracle(spec).expected_tokens(PROMPT, 1)
+        made.engine.free(("adapted",))
+        made.engine.drop_adapter(name)
+        made.engine.close_model(MODEL)
+
+
+@pytest.mark.parametrize("form", ["packed", "int8"])
+def test_what_a_step_costs_is_measured(form: Form, choosing: Callable[..., Chosen]) -> None:
+    measured: list[Costs] = []
+
+    def watched(*args: Any) -> tuple[Costs, ...]:
+        measured.extend(measure(*args))
+        return tuple(measured)
+
+    made = choosing((2, 4), watched, form)
+    assert [each.degree for each in measured] == [1, 2, 4]
+    assert all(each.bytes_per_s > 0 < each.layer_s and each.step_s > 0 for each in measured)
+    model = make_model()
+    model.cpu_weights = form
+    made.hold(MODEL, model)
+    assert re.search(r"run.? it: .* ms with 1, .* ms with 2$", made.engine.division(MODEL))
+    tokens = made.generate({MODEL: model})[MODEL]
+    assert tokens == Path(model).generate(PROMPT, COUNT)
+
+
+def test_models_come_and_go_in_the_middle_of_a_step(choosing: Callable[..., Chosen]) -> None:
+    made = choosing((2, 4), costs({1: 1e9, 2: 2e9, 4: 4e9}))
+    model, other = make_model(seed=2), make_model(seed=1, **FOUR_KV_HEADS)
+    made.hold(MODEL, model)
+    made.hold(ModelId("goes"), model)
+    sweep, tokens = made.engine.begin(MODEL), list[int]()
+    sweep.join(part([row("s", 0, PROMPT, draw=0)], 0, model.n_blocks))
+    for _ in range(2):  # the embedding, and a layer
+        sweep.advance()
+    made.engine.close_model(ModelId("goes"))
+    sweep.advance()
+    made.hold(ModelId("comes"), other)
+    while not tokens:
+        for result in sweep.advance().values():
+            tokens += result.sampled[0]
+    assert tokens == model.expected_tokens(PROMPT, 1)
+
+
+def test_ranks_forget_a_model_that_slept_and_left(choosing: Callable[..., Chosen]) -> None:
+    """Its packed weights, as rank 0 does."""
+    made = choosing((2,), costs({1: 1e9, 2: 2e9}), arena_bytes=64 << 20)
+    model = make_model(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
+    (rank,) = made.ranks.processes
+
+    def own_mib() -> int:
+        made.ranks.teams[2].tell(Meet(2))
+        made.ranks.teams[2].meet()  # it has done what it was told before
+        status = Folder(f"/proc/{rank}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) >> 10
+
+    made.hold(MODEL, model)
+    packed = own_mib()
+    made.engine.close_model(MODEL, asleep=True)
+    assert own_mib() > packed - 5
+    made.engine.close_model(MODEL)
+    assert own_mib() < packed - 20

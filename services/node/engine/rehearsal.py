@@ -1,0 +1,139 @@
+"""What a decode step costs on this machine, for each number of processes that may run it together
+(services/node/core/degrees.py chooses by that). A step is not run: its parts are, with weights that
+are zero.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from services.node.core.degrees import Costs, degrees_for
+from services.node.engine import kernels
+from services.node.engine.huge_pages import HugePages
+from services.node.engine.linear import Form, Packed
+from services.node.engine.ranks import Lead, Ranks
+from services.node.engine.share import WHOLE, Among
+from services.node.engine.team import Meet, Rehearse, Team, use_threads
+
+SIDE = 4096
+"""Inputs and outputs of the matrix that is read: 64 MiB of float32, more than most caches hold."""
+LAYERS = 16
+TIMES = 10
+TURNS = 3
+"""Degrees take turns, so that a drift of the machine affects all alike."""
+LIMIT_S = 2.0
+"""After this time no further turn begins: on a busy machine one may take seconds."""
+PARTS = 2
+"""Of a step, for which threads and ranks are called: the layers, and the head."""
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of each of several times."""
+
+    reads: list[float] = field(default_factory=list)
+    """Of the whole matrix."""
+    waits: list[float] = field(default_factory=list)
+    """Of LAYERS layers with nothing to do."""
+    calls: list[float] = field(default_factory=list)
+    """Until threads and ranks have been called for a part of a step."""
+
+
+def tried(threads: int, form: Form) -> tuple[int, ...]:
+    """The degrees beside 1 that are worth measuring on a CPU. `threads`: as for TorchEngine."""
+    if form == "stored" or kernels.load() is None:
+        return ()
+    return degrees_for(threads or torch.get_num_threads())
+
+
+@torch.inference_mode()
+def measure(ranks: Ranks, threads: int, form: Form, compiled: kernels.Kernels) -> tuple[Costs, ...]:
+    """The costs of each degree, 1 among them. `ranks` have been started."""
+    nbytes = SIDE * SIDE * (1 if form == "int8" else 4)
+    times = {degree: Times() for degree in (1, *ranks.degrees)}
+    began = time.perf_counter()
+    for turn in range(TURNS):
+        if turn and time.perf_counter() - began > LIMIT_S:
+            break
+        for degree, known in times.items():
+            team = ranks.teams.get(degree)
+            if team:
+                team.tell(Rehearse(degree))
+            rehearse(team, team.threads if team else threads, form, compiled, known)
+            call = _calls(team, compiled, threads)
+            known.calls.extend(_seconds(call) for _ in range(TIMES))
+    # Of each the fastest: other programs, which are busy while a node starts, disturb it least.
+    return tuple(
+        Costs(
+            degree=degree,
+            bytes_per_s=nbytes / min(each.reads),
+            layer_s=min(each.waits) / LAYERS,
+            step_s=PARTS * min(each.calls),
+        )
+        for degree, each in times.items()
+    )
+
+
+def rehearse(
+    team: Team | None, threads: int, form: Form, compiled: kernels.Kernels, times: Times
+) -> None:
+    """Reads and waits, and adds the times. All ranks of the team call it together. `team`: None:
+    this process is alone. `threads`: of this process."""
+    use_threads(threads)
+    share = team.share if team else WHOLE
+    own = share.outputs(SIDE)
+    matrix = Packed(
+        compiled,
+        torch.zeros(len(own), SIDE),
+        None,
+        form,
+        HugePages(len(own) * SIDE * 4),
+        Among(own.start, SIDE),
+    )
+    x, made = torch.ones(1, SIDE), torch.empty(1, SIDE)
+    waits = _waits(team, compiled, threads, LAYERS)
+    nothing = _waits(None, compiled, threads, 0)
+
+    def read() -> None:
+        matrix.write(x, made)
+        if team:
+            team.meet()
+
+    for act, seconds in ((read, times.reads), (waits, times.waits)):
+        for _ in range(TIMES):
+            nothing()  # all threads are awake, and
+            if team:
+                team.meet()  # all ranks begin together
+            seconds.append(_seconds(act))
+
+
+def _waits(
+    team: Team | None, compiled: kernels.Kernels, threads: int, layers: int
+) -> Callable[[], None]:
+    waits = kernels.Waits(
+        n_blocks=layers,
+        wait=compiled.barrier if threads > 1 else None,
+        team=team.address if team else None,
+    )
+    return lambda: compiled.run(waits, threads)
+
+
+def _calls(team: Lead | None, compiled: kernels.Kernels, threads: int) -> Callable[[], None]:
+    """Calls threads and ranks for nothing."""
+    if team is None:
+        return _waits(None, compiled, threads, 0)
+
+    def call() -> None:
+        team.tell(Meet(team.share.of))
+        _waits(None, compiled, team.threads, 0)()
+        team.meet()
+
+    return call
+
+
+def _seconds(act: Callable[[], None]) -> float:
+    began = time.perf_counter()
+    act()
+    return time.perf_counter() - began
