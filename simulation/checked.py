@@ -141,6 +141,7 @@ class CheckedDispatch(Dispatch):
     on_not_taken = _validated(Dispatch.on_not_taken)
     on_taken = _validated(Dispatch.on_taken)
     on_judged = _validated(Dispatch.on_judged)
+    on_found_dead = _validated(Dispatch.on_found_dead)
     on_load = _validated(Dispatch.on_load)
     on_tick = _validated(Dispatch.on_tick)
 

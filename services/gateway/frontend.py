@@ -2,7 +2,7 @@
 core's commands. Each client gets the pieces of its own request."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any
 
 import structlog
@@ -11,6 +11,7 @@ from services.gateway.core import admission
 from services.gateway.core.agreement import Verdict
 from services.gateway.core.commands import (
     AskWhetherAlive,
+    AskWhoDied,
     Broken,
     Checked,
     Command,
@@ -167,6 +168,8 @@ class Frontend:
                 self._switched(command)
             case AskWhetherAlive():
                 self._spawn(self._judge(command), f"judge {command.request}")
+            case AskWhoDied():
+                self._spawn(self._find_dead(command), "who died")
             case Broken():
                 raise command.error
 
@@ -215,12 +218,20 @@ class Frontend:
         process is gone: it takes a process that is paused, or cut off, for connected."""
         dead: set[NodeId] = set()
         for _ in range(PINGS if command.surely else 1):
-            answers = await asyncio.gather(*(self._ping(node) for node in command.nodes))
-            said = dict(zip(command.nodes, answers, strict=True))
-            dead = {node for node, error in said.items() if isinstance(error, NoResponders)}
-            if dead or not any(answers):
+            dead, silent = await self._ping_all(command.nodes)
+            if dead or not silent:
                 break
         self.run(self.dispatch.on_judged(command.request, command.attempt, sorted(dead), now()))
+
+    async def _find_dead(self, command: AskWhoDied) -> None:
+        dead, _ = await self._ping_all(command.nodes)
+        self.run(self.dispatch.on_found_dead(command.model_id, sorted(dead), now()))
+
+    async def _ping_all(self, nodes: Sequence[NodeId]) -> tuple[set[NodeId], bool]:
+        """The nodes that are dead, and whether any does not answer."""
+        answers = await asyncio.gather(*(self._ping(node) for node in nodes))
+        said = zip(nodes, answers, strict=True)
+        return {node for node, error in said if isinstance(error, NoResponders)}, any(answers)
 
     async def _ping(self, node: NodeId) -> BusError | None:
         """The error that a node's answer is; None if it answers. Waits for a bus that is away."""

@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from services.gateway.core.commands import (
     AskWhetherAlive,
+    AskWhoDied,
     Command,
     Emit,
     End,
@@ -81,7 +82,7 @@ class Streams(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.asked: list[AskWhetherAlive] = []
+        self.asked: list[AskWhetherAlive | AskWhoDied] = []
         self.revision = 0
         self.numbers = count(1)
         self.drawn = 0.0
@@ -140,7 +141,7 @@ class Streams(RuleBasedStateMachine):
                     assert not client.left
                     assert not client.tokens
                     client.scores += [one.drawn for one in logprobs]
-                case AskWhetherAlive():
+                case AskWhetherAlive() | AskWhoDied():
                     self.asked.append(command)
                 case End(request, error):
                     client = self.clients[request]
@@ -296,7 +297,11 @@ class Streams(RuleBasedStateMachine):
         if self.asked:
             ask = self.asked.pop()
             dead = ask.nodes[:1] if dies else ()
-            self.run_commands(self.dispatch.on_judged(ask.request, ask.attempt, dead, self.now))
+            if isinstance(ask, AskWhoDied):
+                found = self.dispatch.on_found_dead(ask.model_id, dead, self.now)
+            else:
+                found = self.dispatch.on_judged(ask.request, ask.attempt, dead, self.now)
+            self.run_commands(found)
 
     @rule(number=st.integers(0, 6))
     def node_gone(self, number: int) -> None:

@@ -229,6 +229,7 @@ async def running(
     standbys: int = 0,
     node_standbys: bool = False,
     gateways: int = 1,
+    nats_servers: int = 1,
     places: Mapping[str, Place] | None = None,
 ) -> AsyncIterator[Running]:
     spec = ClusterSpec(
@@ -246,6 +247,7 @@ async def running(
         standbys=standbys,
         node_standbys=node_standbys,
         gateways=gateways,
+        nats_servers=nats_servers,
         places=places or {},
     )
     cluster = Cluster(spec, forks.server())

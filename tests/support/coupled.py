@@ -9,7 +9,15 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from services.gateway.core.commands import AskWhetherAlive, Command, Emit, End, Send, Withdraw
+from services.gateway.core.commands import (
+    AskWhetherAlive,
+    AskWhoDied,
+    Command,
+    Emit,
+    End,
+    Send,
+    Withdraw,
+)
 from services.gateway.core.dispatch import Dispatch
 from services.gateway.core.ledger import Rules
 from services.gateway.core.requests import Request
@@ -179,6 +187,8 @@ class Gateway:
                     assert token == true_token(request, len(client.tokens))
                     client.tokens.append(token)
                     client.finish = finish
+                case AskWhoDied(model_id):
+                    self.do(self.dispatch.on_found_dead(model_id, (), self._pool.now))
                 case AskWhetherAlive(request, attempt):
                     alive = self.dispatch.on_judged(request, attempt, (), self._pool.now)
                     self.do(alive)

@@ -5,7 +5,7 @@ import msgspec
 
 from services.gateway.core.routing import Switch
 from shared.errors import LambdaScaleError
-from shared.ids import InstanceId, ModelName, NodeId, RequestId
+from shared.ids import InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance
 from shared.messages.serving import Cancel, Logprobs, Submit
 
@@ -120,6 +120,14 @@ class AskWhetherAlive(_Command, frozen=True):
     """Whether to ask again where no answer comes."""
 
 
+class AskWhoDied(_Command, frozen=True):
+    """Find out which of these nodes have no process any more, and report it. Instances of the model
+    that lead over them are gone, and no request waits for the answer."""
+
+    model_id: ModelId
+    nodes: tuple[NodeId, ...]
+
+
 class Broken(_Command, frozen=True):
     """Log that a model's state could not be trusted any more, and was made anew."""
 
@@ -130,4 +138,4 @@ class Broken(_Command, frozen=True):
 Piece = Scored | Emit | End
 """The pieces that a request's client gets, in order."""
 Record = Resumed | Opened | Checked | Served | Switched
-Command = Send | Withdraw | Piece | Record | AskWhetherAlive | Broken
+Command = Send | Withdraw | Piece | Record | AskWhetherAlive | AskWhoDied | Broken

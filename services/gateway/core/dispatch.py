@@ -245,6 +245,15 @@ class Dispatch:
             self._guard(model, now, model.judged, request, attempt, dead, now)
         return self._flush()
 
+    def on_found_dead(
+        self, model_id: ModelId, dead: Collection[NodeId], now: float
+    ) -> list[Command]:
+        """AskWhoDied was answered: `dead` are the nodes that have no process any more."""
+        self._begin("found dead", now)
+        if model := self._models.get(model_id):
+            self._guard(model, now, model.found_dead, dead, now)
+        return self._flush()
+
     # --- time and load -------------------------------------------------------
 
     def on_load(self, load: GatewayLoad, now: float) -> list[Command]:

@@ -128,6 +128,8 @@ class Model:
 
     def node_gone(self, node: NodeId, now: float, graceful: bool) -> None:
         gone, why = self.table.drop_node(node), f"node {node} is gone"
+        if not graceful:
+            self._suspects.found_dead([node])
         if graceful:
             self._setbacks.give_back(gone, why, now)
         else:
@@ -253,6 +255,11 @@ class Model:
         """The nodes of an attempt that broke off were asked whether they live."""
         if self._suspects.judged(request, attempt, dead):
             self.queue.remove(request)
+        self.found_dead(dead, now)
+
+    def found_dead(self, dead: Collection[NodeId], now: float) -> None:
+        """These nodes have no process any more."""
+        self._suspects.found_dead(dead)
         for node in dead:
             gone = self.table.drop_node(node)
             self._suspects.break_off(gone, f"node {node} is dead", now, [node])

@@ -116,8 +116,9 @@ class Request:
     failures: int = 0
     cleared_at: int | None = None
     """Set while it is a suspect: it is cleared when it is due to get the token of this index."""
-    blamed: frozenset[NodeId] = frozenset()
-    """The nodes of whose deaths it may be the reason. It is a suspect for these."""
+    blamed: frozenset[frozenset[NodeId]] = frozenset()
+    """The deaths of which it may be the reason. It is a suspect for these. Each is the nodes of
+    which one or more have died, as far as is known."""
     surely: bool = False
     """Whether a node is known to have died, or its engine to have failed, since it is a suspect."""
     in_doubt: bool = False

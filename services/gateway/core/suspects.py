@@ -15,10 +15,14 @@ are suspects. Each goes on at once, but alone:
   suspects for the first time.
 - A suspect is cleared when it has the tokens that the node may have come to before it died. That
   takes a prefill and a few steps. Then the next suspect has its turn.
-- The suspect that has come last has the first turn: most of what kills a node does so at once.
+- The suspect that has come last has the first turn: most of what kills a node does so at once. But
+  where there are few streams, and many requests that have no token yet, the streams have theirs
+  first (`_turns`).
 - When a suspect is refused, it is known who killed its two nodes. Everybody who was a suspect only
   for these deaths is cleared, and who ran beside it becomes none. Other gateways hear of it with
   the next load report (`ModelLoad.explained`).
+- Of a path or a group that is gone, one node has died, and the others live. Nobody is blamed for
+  these: each gateway asks at once which one it was (`AskWhoDied`).
 - A node that tries a suspect refuses those of other gateways. These ask again soon, in turn, since
   a trial is short: such refusals make no longer pauses, neither for the instance nor for the
   request.
@@ -42,10 +46,10 @@ longer, and so would every other suspect. And if two requests that kill ran on o
 is cleared when the first is refused, so it kills one node more.
 """
 
-from collections.abc import Callable, Collection, Iterable, Set
+from collections.abc import Callable, Collection, Iterable, Sequence, Set
 
 from services.gateway.core.attempts import Attempts
-from services.gateway.core.commands import AskWhetherAlive
+from services.gateway.core.commands import AskWhetherAlive, AskWhoDied
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
@@ -55,6 +59,8 @@ from shared.ids import ModelId, NodeId
 
 TOLD_S = 10.0
 """For so long a gateway tells others why nodes died."""
+AT_ONCE = 0.5
+"""The share of what kills nodes that does so before its first token, as is assumed."""
 Requeue = Callable[[list[Request], str, str], None]
 """(requests, reason, detail): puts requests that were taken off their instances back to the head of
 the queue."""
@@ -91,14 +97,29 @@ class Suspects:
         # What nothing runs on may have left the set for another reason.
         nodes = frozenset(dead).union(*(route.nodes for route in gone if route.requests))
         ran = [(request, route) for route in gone for request in reversed(route.requests.values())]
-        # Who has come last is the likeliest, and is tried first: most of what kills, kills at once.
-        ran.sort(key=lambda each: -len(each[0].tokens))
+        ran.sort(key=_turns([request for request, _ in ran]))
         for request, route in ran:
             self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
         for route in list(self._table.routes.values()) if nodes else ():
             for request in list(route.runs()):
                 if _has_just_left(request, nodes):
                     self._break_off_there(request, route, why, now, dead)
+        if nodes:
+            self._ask_who_died()
+
+    def _ask_who_died(self) -> None:
+        """Of the nodes of a path or a group that is gone, most live."""
+        deaths = [death for each in self._suspects() for death in each.blamed if len(death) > 1]
+        if nodes := sorted(frozenset[NodeId]().union(*deaths)):
+            ask = AskWhoDied(self._model_id, tuple(nodes), cause=self._ledger.cause)
+            self._ledger.out.append(ask)
+
+    def found_dead(self, nodes: Collection[NodeId]) -> None:
+        """These nodes are dead. Whoever may be the reason is not blamed for those beside them."""
+        dead = frozenset(nodes)
+        for request in self._suspects():
+            request.blamed = frozenset(death & dead or death for death in request.blamed)
+            self._clear_if_explained(request)
 
     def _break_off_there(
         self, request: Request, route: Route, why: str, now: float, dead: Collection[NodeId]
@@ -109,7 +130,7 @@ class Suspects:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
         self._attempts.take_off(route, request, why, now)
         request.cleared_at, request.surely = request.left.before, True
-        request.blamed |= self._lost(request.left.nodes, dead)
+        request.blamed |= {self._lost(request.left.nodes, dead)}
         self._clear_if_explained(request)
         self._requeue([request], "gone", why)
 
@@ -133,7 +154,7 @@ class Suspects:
         request.tried = tried
         failed = isinstance(error, EngineFailed)
         if failed or reason == "gone":
-            request.blamed |= self._lost(route.nodes, dead)
+            request.blamed |= {self._lost(route.nodes, dead)}
         if request.tried and failed and request.surely:
             self._convict(request, why)
             return
@@ -166,7 +187,9 @@ class Suspects:
         if not request.in_doubt or request.attempt != attempt:
             return False
         request.in_doubt = False
-        request.blamed |= frozenset(dead)
+        self.found_dead(dead)
+        if dead:
+            request.blamed |= {frozenset(dead)}
         guilty = request.tried and request.surely and bool(dead)
         request.surely = request.surely or bool(dead)
         if guilty:
@@ -178,15 +201,16 @@ class Suspects:
     def _convict(self, request: Request, why: str) -> None:
         """The request is what killed its nodes. So nobody else did."""
         self._attempts.fail(request, _refusal(why))
-        self._explained |= dict.fromkeys(request.blamed, self._ledger.now)
-        for other in self._requests():
+        nodes = frozenset[NodeId]().union(*request.blamed)
+        self._explained |= dict.fromkeys(nodes, self._ledger.now)
+        for other in self._suspects():
             self._clear_if_explained(other)
 
     def _clear_if_explained(self, request: Request) -> None:
         self._clear_if_of(request, self._explained.keys())
 
     def _clear_if_of(self, request: Request, explained: Set[NodeId]) -> bool:
-        known = bool(request.blamed) and request.blamed <= explained
+        known = bool(request.blamed) and all(death <= explained for death in request.blamed)
         if not (request.suspect and known) or request.in_doubt:
             return False
         self._clear(request, "cleared: another request killed its nodes")
@@ -201,13 +225,12 @@ class Suspects:
         """Another gateway knows why these nodes died. Returns whether that clears anybody. What it
         says is not kept: such a node may be back, and die again."""
         known = self._explained.keys() | explained
-        cleared = [each for each in self._requests() if self._clear_if_of(each, known)]
+        cleared = [each for each in self._suspects() if self._clear_if_of(each, known)]
         return bool(cleared)
 
-    def _requests(self) -> Iterable[Request]:
-        """Those of the model."""
-        ids = self._ledger.requests.values()
-        return (request for request in ids if request.model_id == self._model_id)
+    def _suspects(self) -> list[Request]:
+        requests = self._ledger.requests.values()
+        return [each for each in requests if each.model_id == self._model_id and each.suspect]
 
     def seen(self, nodes: Iterable[NodeId]) -> None:
         """Instances lead over these nodes: if they had died, they are back."""
@@ -233,6 +256,17 @@ class Suspects:
             self._attempts.route(request).clear(request)
         request.cleared_at, request.blamed = None, frozenset()
         self._ledger.tell(request, why)
+
+
+def _turns(requests: Sequence[Request]) -> Callable[[tuple[Request, Route]], tuple[bool, int]]:
+    """Orders requests with their routes by their turns, the last one first.
+
+    To try a stream ends the wait of that stream. To try one of n requests that have no token yet
+    ends the wait of all streams with a probability of AT_ONCE / n.
+    """
+    begun = sum(bool(request.tokens) for request in requests)
+    streams_first = begun * AT_ONCE <= len(requests) - begun
+    return lambda each: (streams_first and bool(each[0].tokens), -len(each[0].tokens))
 
 
 def _has_just_left(request: Request, nodes: Collection[NodeId]) -> bool:

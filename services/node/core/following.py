@@ -107,8 +107,9 @@ class Followed:
 
     @property
     def on_trial(self) -> bool:
-        # The last token that it is tried for is drawn by the step that runs the one before.
-        return self.done < self.alone_until - 1
+        # Once the last token that it is tried for is run, its gateway has it, too. Before that
+        # another suspect must not come, which may kill this node while this one is on trial.
+        return self.position < self.alone_until
 
     @property
     def kv_soon(self) -> int:
@@ -287,6 +288,9 @@ class Follower:
                 followed.final = followed.done - row.proposed
 
     def free(self, message: Free) -> list[Command]:
+        for key in message.tried:
+            if followed := self.sequences.get(key):
+                followed.alone_until = 0
         return self.end(message.sequences)
 
     def failed(self, path: Path, keys: Iterable[SequenceKey], why: Failure) -> list[Command]:

@@ -47,6 +47,7 @@ from services.node.core.microbatches import (
     Failure,
     Finish,
     Forward,
+    Free,
     Handled,
     Hidden,
     KvHere,
@@ -405,7 +406,10 @@ class Leader:
                 continue
             self.proposed += len(draw.proposed)
             self.accepted += len(drawn) - 1
+            on_trial = sequence.on_trial
             said, finish = tokens_of(sequence, drawn, logprobs, self._handled.cause)
+            if on_trial and not sequence.on_trial:
+                commands += _tried(sequence, self._handled.cause)
             commands += said
             if finish is not Finish.NOT_YET or sequence.yields_to:
                 over.append(sequence)
@@ -513,6 +517,12 @@ class Leader:
 def _opens(submit: Submit, held: Collection[int]) -> bool:
     """Whether the attempt may run as blocks come."""
     return submit.opening and len(submit.stages) == 1 and 0 in held
+
+
+def _tried(sequence: Sequence, cause: str) -> list[Command]:
+    """Tells the other stages, ahead of the gateway, which has the next suspect begin there."""
+    tried = Free((), tried=(sequence.key,))
+    return [Send(address, tried, cause=cause) for address in sequence.path.followers]
 
 
 def _check_goes_on(sequence: Sequence) -> None:

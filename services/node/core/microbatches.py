@@ -153,13 +153,16 @@ class Sampled(StageMessage, frozen=True, tag="sampled"):
 
 
 class Free(StageMessage, frozen=True, tag="free"):
-    """Leader -> other stages: these sequences are over."""
+    """Leader -> other stages: these sequences are over, or others may begin beside them."""
 
     sequences: tuple[SequenceKey, ...]
+    tried: tuple[SequenceKey, ...] = ()
+    """Sequences that have as many tokens as they were tried for (`Submit.alone_until`), and go on.
+    """
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
-        return self.sequences
+        return self.sequences + self.tried
 
 
 class Failed(StageMessage, frozen=True, tag="failed"):

@@ -51,7 +51,9 @@ def check(message: StageMessage) -> None:
             _check_forward(message)
         case Sampled():
             _check_sampled(message)
-        case Free() | Failed():
+        case Free():
+            _check_keys(message.keys)
+        case Failed():
             _check_keys(message.sequences)
         case KvAsk():
             _check_keys(message.keys)

@@ -15,6 +15,7 @@ from services.node.core.microbatches import (
     Forward,
     Free,
     Path,
+    Sampled,
     Send,
     Settled,
 )
@@ -248,7 +249,11 @@ def test_a_suspect_waits_for_no_room() -> None:
     queue(core, prompt("other", WHOLE, 40))
 
 
-def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else_until_it_ran() -> None:
+@pytest.mark.parametrize("told", [False, True])
+def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else_meanwhile(
+    told: bool,
+) -> None:
+    """Until its leader says that it has the tokens, or has the last of them run."""
     (asked,) = ask(batcher(), msgspec.structs.replace(prompt("r", TWO, 2), alone_until=3))
     assert asked.alone_until == 3
     core = batcher()
@@ -258,10 +263,28 @@ def test_every_stage_of_a_path_is_told_of_a_suspect_and_begins_nothing_else_unti
             queue(core, prompt("s", WHOLE, 1))
         core.received(Forward(FROM_C, 1, 1, (Row("x#1", position, count, 50),)))
         running = take(core)
+        run(core, running)
         with pytest.raises(CapacityExceeded, match="while it tries request x"):
             queue(core, prompt("s", WHOLE, 1))
-        run(core, running)
+    if told:
+        assert core.received(Free((), tried=("x#1",))) == []
+    else:
+        core.received(Forward(FROM_C, 1, 1, (Row("x#1", 3, 1, 50),)))
     queue(core, prompt("s", WHOLE, 1))
+
+
+def test_a_leader_tells_its_path_of_the_last_token_of_a_trial_before_its_gateway() -> None:
+    core = batcher()
+    ask(core, msgspec.structs.replace(prompt("r", TWO, 2), alone_until=4))
+    core.received(Admitted(1, "r#1"))
+    for token in range(2):
+        (part,) = take(core)
+        run(core, (part,))
+        commands = core.received(Sampled(part.batch, (("r#1", (token,)),)))
+        told = [each.message for each in commands if isinstance(each, Send)]
+        assert told == ([Free((), tried=("r#1",))] if token else [])
+        assert isinstance(commands[-1], Emit)
+    core.validate()
 
 
 def test_a_suspect_has_begun_on_a_path_when_every_stage_has_room() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from services.gateway.core.breaker import PAUSE_S
-from services.gateway.core.commands import AskWhetherAlive, Command, End, Send
+from services.gateway.core.commands import AskWhetherAlive, AskWhoDied, Command, End, Send
 from services.gateway.core.routes import PAST
 from services.gateway.core.suspects import TOLD_S
 from shared.errors import BusTimeout, CapacityExceeded, NoResponders, RequestKillsNodes
@@ -219,14 +219,47 @@ def test_what_was_running_on_the_dead_node_is_heard_of_late() -> None:
 
 def test_the_request_that_came_last_is_tried_first() -> None:
     driver = Driver(replica(1))
-    driver.admit("old", "young")
-    for index in range(3):
-        driver.give("old", 1, index)
-    driver.give("young", 1, 0)
+    names = [f"stream-{number}" for number in range(5)]
+    driver.admit(*names)
+    for number, name in enumerate(names):
+        for index in range(5 - number):
+            driver.give(name, 1, index)
     driver.admit("new", "newer")
     dies(driver, 1)
-    order = [sent(driver.publish(*map(replica, range(2, upto))))[0][0] for upto in range(3, 7)]
-    assert order == ["new", "newer", "young", "old"]
+    order = [sent(driver.publish(*map(replica, range(2, upto))))[0][0] for upto in range(3, 10)]
+    assert order == ["new", "newer", *reversed(names)]
+
+
+def test_few_streams_do_not_wait_for_many_requests_without_a_token() -> None:
+    driver = Driver(replica(1))
+    driver.admit("stream", "new-0", "new-1")
+    driver.give("stream", 1, 0)
+    dies(driver, 1)
+    order = [sent(driver.publish(*map(replica, range(2, upto))))[0][0] for upto in range(3, 6)]
+    assert order == ["stream", "new-0", "new-1"]
+
+
+@pytest.mark.parametrize("how", ["asked", "registry"])
+def test_who_ran_on_a_path_is_blamed_only_for_the_node_of_it_that_died(how: str) -> None:
+    """Two paths over a node that one suspect kills, and the gateway of another request."""
+    driver, other = Driver(), Driver()
+    suspects(driver, "a")
+    driver.publish(path(2, 3))  # a is tried there
+    other.publish(path(4, 3))
+    other.admit("b")
+    (ask,) = [each for each in other.publish() if isinstance(each, AskWhoDied)]
+    assert set(ask.nodes) == {replica(3).leader, replica(4).leader}
+    convicted(driver, "a", 3)
+    (load,) = driver.dispatch.loads(0)
+    said = GatewayLoad(gateway=GatewayId("one"), models=(load,))
+    assert alone(other.publish(replica(5))) == {"b": True}
+    if how == "asked":
+        other.dispatch.on_found_dead(ask.model_id, [replica(3).leader], other.now)
+    else:
+        dies(other, 3)
+    other.dispatch.on_load(said, other.now)
+    assert alone(other.admit("new")) == {"new": False}, "nor is b a suspect any more"
+    other.dispatch.validate()
 
 
 def test_gateways_tell_each_other_who_did_it() -> None:
