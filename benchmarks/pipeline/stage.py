@@ -180,6 +180,9 @@ class _Ears(NoListener):
     def on_arrived(self, arrival: Arrival) -> None:
         pass
 
+    def on_kv_copied(self, nbytes: int, seconds: float) -> None:
+        raise AssertionError("no KV moves here")
+
     def on_failed(self, failure: PullFailure) -> None:
         pass
 

@@ -1,12 +1,14 @@
 """Requests leave their paths with their KV, whatever happens meanwhile."""
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import combinations
 
 import pytest
 
 from services.node.core.handover import Takings
+from services.node.core.kv import PAGE
 from services.node.core.rows import SequenceKey
 from simulation.chaos import play
 from simulation.faults import Corrupt, Crash, Fault, PeerCut, Whom
@@ -22,16 +24,26 @@ SWITCH_S = 10.2626
 @pytest.fixture
 def ends(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
     """How many takings ended with the KV, and without it."""
+    return watched(monkeypatch, lambda received: received > 0)
+
+
+@pytest.fixture
+def beyond(monkeypatch: pytest.MonkeyPatch) -> Counter[bool]:
+    """How many ended with more than whole pages, and with no more."""
+    return watched(monkeypatch, lambda received: received % PAGE > 0)
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, what: Callable[[int], bool]) -> Counter[bool]:
     found: Counter[bool] = Counter()
     end = Takings.end
 
-    def watched(self: Takings, key: SequenceKey) -> int | None:
+    def watch(self: Takings, key: SequenceKey) -> int | None:
         received = end(self, key)
         if received is not None:
-            found[received > 0] += 1
+            found[what(received)] += 1
         return received
 
-    monkeypatch.setattr(Takings, "end", watched)
+    monkeypatch.setattr(Takings, "end", watch)
     return found
 
 
@@ -43,10 +55,13 @@ def right(*faults: Fault) -> None:
     assert len(ended) == len(REQUESTS)
 
 
-def test_requests_move_with_their_kv_when_their_path_ends(ends: Counter[bool]) -> None:
+def test_requests_move_with_their_kv_when_their_path_ends(
+    ends: Counter[bool], beyond: Counter[bool]
+) -> None:
     right()
     assert ends[True] > 5
     assert not ends[False]
+    assert beyond[True] > 5
 
 
 @pytest.mark.parametrize("node", ["node-0", "node-1", "node-2"])

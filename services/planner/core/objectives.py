@@ -45,9 +45,9 @@ LEAST_STEP = 1.25
 many times as long."""
 FULL = 0.95
 """The share of its time that a replica can be busy with prefills."""
-EASE = 0.8
-"""Replicas leave only if the others keep this share of the objective, so that they do not come back
-at once."""
+EASE, TPOT_EASE = 0.8, 0.95
+"""Replicas leave only if the others keep these shares of the objectives, for the first token and
+between tokens, so that they do not come back at once. Waits grow with load faster than steps do."""
 
 
 class Objectives(msgspec.Struct, frozen=True, gc=False):
@@ -61,7 +61,7 @@ class Objectives(msgspec.Struct, frozen=True, gc=False):
         return self.ttft_s > 0 or self.tpot_s > 0
 
     def eased(self) -> "Objectives":
-        return Objectives(EASE * self.ttft_s, EASE * self.tpot_s)
+        return Objectives(EASE * self.ttft_s, TPOT_EASE * self.tpot_s)
 
 
 NO_OBJECTIVES = Objectives()
