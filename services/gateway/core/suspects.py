@@ -100,16 +100,17 @@ class Suspects:
         ran.sort(key=_turns([request for request, _ in ran]))
         for request, route in ran:
             self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
+        broke = [request for request, _ in ran]
         for route in list(self._table.routes.values()) if nodes else ():
             for request in list(route.runs()):
                 if _has_just_left(request, nodes):
                     self._break_off_there(request, route, why, now, dead)
-        if nodes:
-            self._ask_who_died()
+                    broke.append(request)
+        self._ask_who_died(broke)
 
-    def _ask_who_died(self) -> None:
+    def _ask_who_died(self, broke: Iterable[Request]) -> None:
         """Of the nodes of a path or a group that is gone, most live."""
-        deaths = [death for each in self._suspects() for death in each.blamed if len(death) > 1]
+        deaths = [death for each in broke for death in each.blamed if len(death) > 1]
         if nodes := sorted(frozenset[NodeId]().union(*deaths)):
             ask = AskWhoDied(self._model_id, tuple(nodes), cause=self._ledger.cause)
             self._ledger.out.append(ask)

@@ -262,6 +262,15 @@ def test_who_ran_on_a_path_is_blamed_only_for_the_node_of_it_that_died(how: str)
     other.dispatch.validate()
 
 
+def test_who_died_is_asked_once() -> None:
+    """Something else than the death of a node ended the path of b, as it seems."""
+    driver = Driver(path(2, 3), path(4, 5))
+    driver.admit("a", "b")
+    (ask,) = [each for each in driver.publish() if isinstance(each, AskWhoDied)]
+    commands = driver.dispatch.on_found_dead(ask.model_id, [replica(3).leader], driver.now)
+    assert not [each for each in commands if isinstance(each, AskWhoDied)]
+
+
 def test_gateways_tell_each_other_who_did_it() -> None:
     driver, other = Driver(), Driver()
     suspects(driver, "a")
