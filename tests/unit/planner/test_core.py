@@ -436,10 +436,11 @@ def test_a_model_that_wakes_on_one_node_is_planned_no_paths_and_told_when_it_is_
     assert order.message.report_s == AT_ONCE_S
     driver.answer(order, Ok())
     driver.arrived("b", EVERY[0], "b", driver.event)
-    assert driver.replicas() == set()
+    assert [i.opening for i in driver.core.sets()[0].instances] == [True]
     driver.wait(PACE_S / 8)
     driver.arrived_together("b", dict.fromkeys(EVERY[1:], 0.0), driver.event)
-    assert driver.replicas() == {"b"}
+    driver.wait(PACE_S)
+    assert [i.opening for i in driver.core.sets()[0].instances] == [False]
     assert not of_kind(driver.said, commands.PlanPaths)
 
 
