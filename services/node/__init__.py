@@ -2,8 +2,8 @@
 
 import os
 
-# Threads of OpenMP spin while they wait for each other, by default for some 10 ms: of a machine
-# that others use too, most of two threads' time was lost so. After about 50 us (as in team.c) they
-# now sleep. OpenMP reads this once, when torch loads it.
+# OpenMP's threads wait for each other in a loop, by default for some 10 ms. On a machine that other
+# programs use too, two threads lost most of their time that way. This lets them sleep after about
+# 50 us, as ranks do (team.c). OpenMP reads the variable once, when torch loads it.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")

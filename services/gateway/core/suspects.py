@@ -109,7 +109,8 @@ class Suspects:
         self._ask_who_died(broke)
 
     def _ask_who_died(self, broke: Iterable[Request]) -> None:
-        """Of the nodes of a path or a group that is gone, most live."""
+        """When a path or a group breaks off, one of its nodes has died, and most of them live. This
+        asks which nodes are dead."""
         deaths = [death for each in broke for death in each.blamed if len(death) > 1]
         if nodes := sorted(frozenset[NodeId]().union(*deaths)):
             ask = AskWhoDied(self._model_id, tuple(nodes), cause=self._ledger.cause)

@@ -50,8 +50,8 @@ class Choice:
 
 
 def degrees_for(threads: int) -> tuple[int, ...]:
-    """The numbers of processes that are tried on a node with so many threads, ascending, without
-    1. Each process has a thread at least."""
+    """The degrees above 1 that are tried on a node with this number of threads, in ascending
+    order. Each process needs a thread of its own."""
     return tuple(n for n in (1 << i for i in range(1, MOST.bit_length())) if n <= threads)
 
 

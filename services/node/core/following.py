@@ -107,8 +107,9 @@ class Followed:
 
     @property
     def on_trial(self) -> bool:
-        # Once the last token that it is tried for is run, its gateway has it, too. Before that
-        # another suspect must not come, which may kill this node while this one is on trial.
+        # The trial ends when the last token that it is tried for is run here, because then the
+        # gateway has that token. Until then no other suspect may begin: it might kill this node,
+        # and this suspect would be blamed.
         return self.position < self.alone_until
 
     @property

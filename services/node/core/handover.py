@@ -15,10 +15,10 @@ page before it, follow in rounds, each of which finds less to copy than the one 
 positions are left, which are run in the step that draws the next token.
 
     phase      to         when
-    copying    following  what was asked for first has come, and a round is worth it
-               yielding   the same, and none is
-    following  following  a round is over, and one more is worth it
-               yielding   the same, and none is; or something of it could not be had
+    copying    following  the whole pages have come, and a round is worth its time
+               yielding   the whole pages have come, and no round is worth its time
+    following  following  a round is over, and another one is worth its time
+               yielding   a round is over, and no other is worth its time; or a round has failed
     any        (none)     the old leader has yielded or was lost; it took too long; it is over
 
 Whatever goes wrong before all of the first has come, the new leader goes on without the KV and
@@ -96,8 +96,8 @@ def is_worth(
 def copy_s(
     profile: Profile, link_bytes_per_s: int, copied_bytes_per_s: float, nbytes: int
 ) -> float:
-    """Seconds in which so many bytes of KV come from another node, which copies as fast. `is_worth`
-    says what the rates are."""
+    """The seconds that `nbytes` of KV take to come from another node. That node is assumed to copy
+    as fast as this one. `is_worth` says what the rates are."""
     rates = [rate for rate in (profile.in_bytes_per_s, link_bytes_per_s) if rate]
     return 2 * nbytes / copied_bytes_per_s + (nbytes / min(rates) if rates else 0.0)
 
@@ -117,7 +117,7 @@ class KvWorth:
             self._rate.add(nbytes, seconds)
 
     def seconds(self, profile: Profile, nbytes: int) -> float:
-        """How long so many bytes take to come. `profile`: this node's."""
+        """The seconds that `nbytes` of KV take to come here. `profile`: this node's."""
         return copy_s(profile, self._link, self._rate.bytes_per_s, nbytes)
 
     def worth(self, profile: Profile, model_id: ModelId, positions: int, nbytes: int) -> bool:

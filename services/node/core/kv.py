@@ -67,9 +67,9 @@ class KvMover(Protocol):
 
 
 def movable(tokens: int) -> int:
-    """Of a sequence with `tokens` known tokens, the positions whose KV another node is asked for
-    first: whole pages. The last token was drawn after all positions before it had been run;
-    whether its own position was run is not known."""
+    """How many positions of a sequence another node is asked for first, if `tokens` of its tokens
+    are known. They fill whole pages. All positions before the last token have been run, because it
+    was drawn after them. Whether its own position has been run is not known, so it is left out."""
     return (tokens - 1) // PAGE * PAGE
 
 

@@ -31,8 +31,8 @@ FEW = 5
 """Fewer copies say too little of their rate: if the processor was taken away during the first, no
 further copy would be tried."""
 AGAIN = 256
-"""If copies were too slow so many times, the rate is measured anew: something else may have been
-busy then."""
+"""The rate is measured anew after copies have been judged too slow this many times: the machine may
+have been busy with something else when it was measured."""
 TRIAL_BYTES = 4 << 20
 """About so much is copied at a time to measure the rate, where it is not expected to be worth
 it."""

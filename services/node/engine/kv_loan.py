@@ -33,7 +33,7 @@ class KvLoan:
     ) -> None:
         """`pages`, `shift`: see `KvSequence`. `layers`: the cache of the layers that are lent, see
         `KvCache.of_layers`. `form`: what the bytes mean, which must be the same on both nodes.
-        `erased`: so many last positions of the last page are erased when it is filled."""
+        `erased`: the number of positions at the end of the last page that filling it erases."""
         self.model_id = model_id
         self.pages = pages
         self.shift = shift

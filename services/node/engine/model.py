@@ -79,7 +79,7 @@ class Model:
     network: Network
     processors: Processors
     threads: int = 1
-    """Of this process, that run it."""
+    """How many threads of this process run the model."""
     graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)

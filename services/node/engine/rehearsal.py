@@ -21,24 +21,25 @@ SIDE = 4096
 """Inputs and outputs of the matrix that is read: 64 MiB of float32, more than most caches hold."""
 LAYERS = 16
 TIMES = 10
+"""How often each act is repeated in a turn."""
 TURNS = 3
 """Degrees take turns, so that a drift of the machine affects all alike."""
 LIMIT_S = 2.0
-"""After this time no further turn begins: on a busy machine one may take seconds."""
+"""After this time no further turn begins: on a busy machine a turn may take seconds."""
 PARTS = 2
-"""Of a step, for which threads and ranks are called: the layers, and the head."""
+"""Threads and ranks are called twice in a step: for the layers, and for the head."""
 
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Seconds of each of several times."""
+    """What each repetition took, in seconds."""
 
     reads: list[float] = field(default_factory=list)
-    """Of the whole matrix."""
+    """To read the whole matrix."""
     waits: list[float] = field(default_factory=list)
-    """Of LAYERS layers with nothing to do."""
+    """To wait for each other in LAYERS layers with nothing to do."""
     calls: list[float] = field(default_factory=list)
-    """Until threads and ranks have been called for a part of a step."""
+    """To call threads and ranks for one part of a step."""
 
 
 def tried(threads: int, form: Form) -> tuple[int, ...]:
@@ -64,7 +65,8 @@ def measure(ranks: Ranks, threads: int, form: Form, compiled: kernels.Kernels) -
             rehearse(team, team.threads if team else threads, form, compiled, known)
             call = _calls(team, compiled, threads)
             known.calls.extend(_seconds(call) for _ in range(TIMES))
-    # Of each the fastest: other programs, which are busy while a node starts, disturb it least.
+    # The fastest repetition counts: other programs, which are busy while a node starts, disturb it
+    # least.
     return tuple(
         Costs(
             degree=degree,
