@@ -64,7 +64,7 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
     amount.add_argument(
         "--thorough",
         action="store_true",
-        help="more seeds, examples and combinations of the same tests (an hour or two)",
+        help="more seeds, examples and combinations of the same tests (takes a few times as long)",
     )
     parser.set_defaults(run=run)
 

@@ -2,7 +2,8 @@
 
 `./lambdascale test` takes minutes: tests that could go on for ever, over seeds, examples and
 combinations, try enough of them to find most faults. `./lambdascale test --thorough` tries all that
-they name, for an hour or two: before a release, or after a change of what many parts stand on.
+they name, and takes a few times as long: before a release, or after a change of what many parts
+stand on.
 """
 
 import os
