@@ -33,6 +33,7 @@ from shared.errors import (
     NoResponders,
     NotFound,
     NotReady,
+    SourceLost,
     StaleEpoch,
 )
 from shared.ids import InstanceId, ModelId, ModelName, NodeId
@@ -243,6 +244,8 @@ class Model:
             elif not isinstance(error, NO_FAULT):
                 self._breakers.failed(route, request, str(error), now)
             self._setbacks.over(request, attempt, route, reason, str(error), now)
+            if moves and isinstance(error, SourceLost):
+                self._ask_again(request, now)
 
     def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
         """A token of the attempt is missing."""
@@ -301,11 +304,15 @@ class Model:
                 if request.asked_at is None:
                     patience = min(patience, SILENCE_S)
                 if now - (request.asked_at or request.progress_at) >= patience:
-                    request.asked_at = now
-                    self._attempts.ask(route, request)
+                    self._ask_again(request, now)
         self.dispatch(now)
         if self.checked and not self.queue:
             self._checks.look(now)
+
+    def _ask_again(self, request: Request, now: float) -> None:
+        """Asks the leader of the request's attempt whether it goes on."""
+        request.asked_at = now
+        self._attempts.ask(self._attempts.route(request), request)
 
     def dispatch(self, now: float) -> list[Judged]:
         """Gives out the slots that are free now: first to those that wait for their first token.
