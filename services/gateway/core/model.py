@@ -110,8 +110,12 @@ class Model:
         """Takes in a set. An instance on which requests run leaves the set of the same planner only
         if a node of it fails. Another planner may name instances otherwise."""
         same_planner = new.epoch == self.table.version[0]
-        give_back = self._suspects.break_off if same_planner else self._setbacks.give_back
-        give_back(self.table.apply(new), "left the set", now)
+        gone, why = self.table.apply(new), "left the set"
+        if same_planner:
+            self._suspects.break_off(gone, why, now)
+        else:
+            self._suspects.doubt(gone)
+            self._setbacks.give_back(gone, why, now)
         self._suspects.seen(stage.node for each in new.instances for stage in each.stages)
         if self.table.version == (new.epoch, new.revision):
             self.turns.hear(new.coming, now)

@@ -69,7 +69,7 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An attempt that another one has taken over from."""
+    """An attempt that was ended, though its nodes had not been seen to fail."""
 
     nodes: frozenset[NodeId]
     """Where it ran."""
@@ -140,7 +140,8 @@ class Request:
     move: Move | None = None
     """Set exactly in MOVING."""
     left: Left | None = None
-    """The last attempt that a move has ended."""
+    """The last attempt that was ended because the request moved, or because its instance left the
+    set and no node of it was seen to fail."""
     submissions: int = 0
     """How many attempts were submitted. Each has the next number."""
     submitted_at: float = 0.0

@@ -383,6 +383,60 @@ def test_another_planner_s_instances_make_no_suspects(instance: Instance) -> Non
     assert send.submit.alone_until == 0
 
 
+def takes_over(driver: Driver, *instances: Instance) -> AskWhoDied:
+    """Another planner names these instances. The gateway asks about those of the one before."""
+    driver.epoch += 1
+    commands = driver.publish(*instances)
+    driver.dispatch.validate()
+    (ask,) = [each for each in commands if isinstance(each, AskWhoDied)]
+    return ask
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_node_that_died_while_there_was_no_planner_counts(waits: bool) -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a")
+    ask = takes_over(driver, *([] if waits else [replica(3)]))
+    assert ask.nodes == (replica(1).leader, replica(2).leader)
+    commands = driver.dispatch.on_found_dead(ask.model_id, [replica(2).leader], driver.now)
+    driver.dispatch.validate()
+    commands += driver.publish(replica(3), replica(4))
+    (send,) = [each for each in commands if isinstance(each, Send)]
+    assert send.submit.alone_until == 4 + PAST
+    driver.take("a", send.submit.attempt)
+    (ask_again,) = asked(driver.publish(replica(4 if send.submit.instance == "replica-3" else 3)))
+    assert refused(judge(driver, ask_again, dead=True)) == ["a"]
+
+
+def test_nobody_is_asked_about_nodes_that_ran_nothing() -> None:
+    driver = Driver(path(1, 2))
+    driver.epoch += 1
+    assert driver.publish(replica(3)) == []
+
+
+def test_who_went_past_where_its_node_died_is_no_suspect() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a")
+    ask = takes_over(driver, replica(3))
+    for index in range(PAST):
+        driver.give("a", 2, index)
+    assert sent(driver.dispatch.on_found_dead(ask.model_id, ask.nodes, driver.now)) == []
+    assert sent(driver.admit("b")) == [("b", "replica-3", 1)]
+
+
+def test_who_killed_the_node_that_it_left_too_explains_all_deaths() -> None:
+    """It had just moved, and both nodes died at once."""
+    driver = Driver()
+    left(driver)
+    dies(driver, 3)
+    dies(driver, 1)
+    driver.take("a", 3)
+    (ask,) = asked(dies(driver, 4))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+    (load,) = driver.dispatch.loads(0)
+    assert set(load.explained) == {replica(number).leader for number in (1, 3, 4)}
+
+
 def test_a_suspect_is_cleared_while_its_prompt_is_scored() -> None:
     driver = Driver(replica(1))
     driver.admit("a", prompt=9, score_from=1)
