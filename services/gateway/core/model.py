@@ -114,8 +114,7 @@ class Model:
         if same_planner:
             self._suspects.break_off(gone, why, now)
         else:
-            self._suspects.doubt(gone)
-            self._setbacks.give_back(gone, why, now)
+            self._begin_anew(gone, why, now)
         self._suspects.seen(stage.node for each in new.instances for stage in each.stages)
         if self.table.version == (new.epoch, new.revision):
             self.turns.hear(new.coming, now)
@@ -147,8 +146,13 @@ class Model:
     def begin_again(self, why: str, now: float) -> None:
         """Ends every attempt. The requests go back to the queue, and to instances as those take
         them."""
-        self._setbacks.give_back(self.table.routes.values(), why, now)
+        self._begin_anew(self.table.routes.values(), why, now)
         self.dispatch(now)
+
+    def _begin_anew(self, routes: Collection[Route], why: str, now: float) -> None:
+        """Ends every attempt on these routes, on which nodes may have died."""
+        self._suspects.doubt(routes, why, now)
+        self._setbacks.give_back(routes, why, now)
 
     def score(self, request: Request, scores: Scores, now: float) -> None:
         """Takes the log probabilities of the next tokens of the request's prompt."""

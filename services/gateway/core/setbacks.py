@@ -9,7 +9,7 @@ from services.gateway.core.checks import Checks
 from services.gateway.core.commands import Resumed
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger, Rules
-from services.gateway.core.requests import Left, Request
+from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
 from shared.errors import LambdaScaleError
 from shared.ids import ModelName
@@ -62,7 +62,7 @@ class Setbacks:
                 elif request.move is not None:
                     self._attempts.take_over(route, request, "gone", now)
                 else:
-                    request.left = Left(route.nodes, route.beyond(request, now))
+                    request.leave(route.nodes, route.beyond(request, now))
                     self._attempts.take_off(route, request, detail, now)
                     orphans.append(request)
         self.requeue(orphans, "gone", detail)

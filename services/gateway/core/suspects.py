@@ -27,9 +27,9 @@ are suspects. Each goes on at once, but alone:
   a trial is short: such refusals make no longer pauses, neither for the instance nor for the
   request.
 - A request that has just moved away from the node, and does not have these tokens yet, is a suspect
-  too: the node may not have heard in time that the request had left. So is a request that went back
-  to the queue because another planner does not know the instance on which it ran. Nodes of it may
-  have died while there was no planner: the gateway asks (`AskWhoDied`).
+  too: the node may not have heard in time that the request had left. So is a request that had to
+  begin anew because another planner does not know its instance, or because the gateway has lost its
+  id. Nodes may have died of it while nobody looked, so the gateway asks which of them live.
 
 What looks like a death may be a cut link or a paused process. That makes suspects too, since they
 lose little by it. But a suspect is refused only if its node had said that it has the request (on a
@@ -107,20 +107,24 @@ class Suspects:
         nodes = frozenset(dead).union(*(route.nodes for route in gone if route.requests))
         ran = [(request, route) for route in gone for request in reversed(route.requests.values())]
         ran.sort(key=_turns([request for request, _ in ran]))
+        deaths = {self._lost(route.nodes, dead) for _, route in ran}
         for request, route in ran:
             self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
-        broke = [request for request, _ in ran]
         for request in self._requests() if nodes else ():
-            if _has_left(request, nodes):
-                self._broke_there(request, why, now, dead)
-                broke.append(request)
-        deaths = (death for each in broke for death in each.blamed)
+            if left := _left(request, nodes):
+                death = self._lost(left, dead)
+                deaths |= {death} - request.blamed
+                self._broke_there(request, death, why, now)
         self._ask_who_died(death for death in deaths if len(death) > 1)
 
-    def doubt(self, gone: Iterable[Route]) -> None:
-        """Another planner knows nothing of these routes. Nodes of them may have died while there
-        was none, or else it names its instances anew."""
+    def doubt(self, gone: Collection[Route], why: str, now: float) -> None:
+        """What ran on these routes is to begin anew, and nobody knows whether nodes died. Another
+        planner does not name these routes, say: some died while there was none, or it names its
+        instances in another way. Those that were no suspects will have left (`Request.left`)."""
         self._ask_who_died(route.nodes for route in gone if any(route.runs()))
+        for route in gone:
+            for request in [each for each in route.runs() if each.suspect and each.begun]:
+                self.broke(request, route, "gone", LambdaScaleError(why), now, doubted=True)
 
     def _ask_who_died(self, deaths: Iterable[frozenset[NodeId]]) -> None:
         """Asks which of these nodes are dead. Of a path or a group that breaks off, one has died,
@@ -137,12 +141,10 @@ class Suspects:
             self._clear_if_explained(request)
 
     def _broke_there(
-        self, request: Request, why: str, now: float, dead: Collection[NodeId]
+        self, request: Request, death: frozenset[NodeId], why: str, now: float
     ) -> None:
         """The request is a suspect for what happened where it was before."""
-        left = request.left
-        assert left is not None
-        request.blamed |= {self._lost(left.nodes, dead)}
+        request.blamed |= {death}
         if request.suspect:
             return
         running = request.running
@@ -151,7 +153,8 @@ class Suspects:
             if request.move is not None:
                 self._attempts.stay(self._table.routes[request.move.instance], request, why)
             self._attempts.take_off(route, request, why, now)
-        request.cleared_at, request.surely = left.before, True
+        assert request.left is not None
+        request.cleared_at, request.surely = request.left.before, True
         self._clear_if_explained(request)
         if running:
             self._requeue([request], "gone", why)
@@ -164,27 +167,32 @@ class Suspects:
         error: LambdaScaleError,
         now: float,
         dead: Collection[NodeId] = (),
+        *,
+        doubted: bool = False,
     ) -> None:
         """The request's attempt on `route` broke off: a node may have died (of `dead` it is known),
-        or its engine failed (EngineFailed: it says so itself)."""
+        or its engine failed (EngineFailed: it says so itself). `doubted`: nothing speaks for it but
+        that the route is gone."""
         why = str(error)
         if request.move is not None:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
         # What killed the node before the request had come there is not known.
         tried = request.suspect and (request.begun or isinstance(error, EngineFailed))
+        known = request.suspect and request.surely
         self._attempts.take_off(route, request, why, now)
         request.tried = tried
         failed = isinstance(error, EngineFailed)
-        if failed or reason == "gone":
+        died = reason == "gone" and not doubted
+        if failed or died:
             request.blamed |= {self._lost(route.nodes, dead)}
         if request.tried and failed and request.surely:
             self._convict(request, why)
             return
         if failed or not request.tried:  # else the answer says it
-            request.surely = failed or reason == "gone"
+            request.surely = known or failed or died
         if not request.tried:
             request.cleared_at = route.beyond(request, now)
-        if request.tried or reason != "gone":
+        if request.tried or not died:
             self._ask(request, route)
         self._clear_if_explained(request)
         self._requeue([request], reason, why)
@@ -294,13 +302,11 @@ def _turns(requests: Sequence[Request]) -> Callable[[tuple[Request, Route]], tup
     return lambda each: (streams_first and bool(each[0].tokens), -len(each[0].tokens))
 
 
-def _has_left(request: Request, nodes: Collection[NodeId]) -> bool:
-    """Whether the request may have killed one of these nodes, which it left. If it did, it will
-    again before it has the tokens that its attempt there may have come to."""
+def _left(request: Request, nodes: frozenset[NodeId]) -> frozenset[NodeId]:
+    """Those of these nodes that the request left, and may have killed. If it killed them, it will
+    again before it has the tokens that its attempts there may have come to."""
     left = request.left
-    if left is None or request.due >= left.before:
-        return False
-    return not left.nodes.isdisjoint(nodes)
+    return left.nodes & nodes if left and request.due < left.before else frozenset()
 
 
 def _refusal(why: str) -> RequestKillsNodes:

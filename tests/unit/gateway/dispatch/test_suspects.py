@@ -408,6 +408,57 @@ def test_a_node_that_died_while_there_was_no_planner_counts(waits: bool) -> None
     assert refused(judge(driver, ask_again, dead=True)) == ["a"]
 
 
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_trial_that_ends_with_another_planner_counts_if_its_node_died(dead: bool) -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2))
+    driver.take("a", 2)
+    driver.epoch += 1
+    commands = driver.publish(replica(3))
+    (ask,) = asked(commands)
+    assert sent(commands) == []
+    commands = judge(driver, ask, dead=dead)
+    assert refused(commands) == (["a"] if dead else [])
+    assert alone(commands) == ({} if dead else {"a": True})
+    driver.dispatch.validate()
+
+
+def test_a_gateway_that_takes_another_id_has_its_suspects_trial_judged_first() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    driver.take("a", 2)
+    commands = driver.dispatch.take_id(GatewayId("g-2"), driver.now)
+    (ask,) = asked(commands)
+    assert sent(commands) == []
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+
+
+def test_silence_of_a_node_that_had_not_begun_a_suspect_clears_it_of_nothing() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    silence = BusTimeout("silence")
+    (ask,) = asked(driver.dispatch.on_not_taken(RequestId("a"), 2, silence, driver.now))
+    assert sent(judge(driver, ask, dead=False)) == [("a", "replica-3", 3)]
+    driver.take("a", 3)
+    (ask,) = asked(dies(driver, 3))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+
+
+def test_who_died_is_not_asked_again_because_another_node_died() -> None:
+    driver = Driver(path(1, 2))
+    driver.admit("a")
+    takes_over(driver, path(3, 4))
+    (ask,) = [each for each in driver.publish(replica(5)) if isinstance(each, AskWhoDied)]
+    assert ask.nodes == (replica(3).leader, replica(4).leader)
+    driver.dispatch.on_found_dead(ask.model_id, (), driver.now)
+    commands = dies(driver, 1)
+    assert not [each for each in commands if isinstance(each, AskWhoDied)]
+    driver.dispatch.validate()
+
+
 def test_nobody_is_asked_about_nodes_that_ran_nothing() -> None:
     driver = Driver(path(1, 2))
     driver.epoch += 1
