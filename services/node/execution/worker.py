@@ -23,7 +23,14 @@ from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
-from shared.errors import CapacityExceeded, ConfigError, Conflict, LambdaScaleError, TransportError
+from shared.errors import (
+    CapacityExceeded,
+    ConfigError,
+    Conflict,
+    LambdaScaleError,
+    SourceLost,
+    TransportError,
+)
 from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -41,12 +48,13 @@ an answer."""
 
 def check_begun(submit: Submit, *, over: bool) -> None:
     """CapacityExceeded if a request that may kill nodes has ended before all of its path had room
-    for it: then it can have killed none of them."""
+    for it: then it can have killed none of them. SourceLost if another request has ended before it
+    had the KV of the attempt before."""
+    ended = f"attempt {submit.attempt} of request {submit.request} ended before"
     if over and submit.alone_until:
-        raise CapacityExceeded(
-            f"attempt {submit.attempt} of request {submit.request} ended before all nodes of its "
-            "path had room for it: submit elsewhere"
-        )
+        raise CapacityExceeded(f"{ended} all nodes of its path had room for it: submit elsewhere")
+    if over:
+        raise SourceLost(f"{ended} it had the KV of attempt {submit.takes_over}")
 
 
 class Worker:
@@ -260,7 +268,8 @@ class Worker:
     async def submit(self, submit: Submit) -> None:
         """Queues the attempt. Waits for the KV that it takes over, if it does, for SETTLE_S at
         most; and if the request may kill nodes, until all of its path have room for it.
-        CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not queued, or did not begin."""
+        CapacityExceeded, NotFound, StaleEpoch, SourceLost or BadInput: it was not queued, or did
+        not begin."""
         settled, over = asyncio.Event(), False
         loop = asyncio.get_running_loop()
 

@@ -15,14 +15,17 @@ from services.node.core.microbatches import (
     KvDone,
     KvHere,
     Send,
+    Settled,
     StageMessage,
     Stop,
     Yield,
     Yielded,
 )
 from services.node.core.sequences import limit_of
+from shared.errors import SourceLost
+from shared.ids import RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import Submit, Token
+from shared.messages.serving import AttemptFailed, Submit, Token
 from tests.support.submits import BLOCKS, WHOLE, stages, submit
 from tests.unit.node.batching.builders import FakeKv, batcher, queue, run, take
 
@@ -72,10 +75,15 @@ def test_who_does_not_know_the_prompt_gets_nothing_and_ends_nothing(named: str) 
 class Taker:
     """A scheduler that takes over a sequence of PROMPT that has generated a 7."""
 
-    def __init__(self, *, kv: FakeKv | None = None, source: tuple[Stage, ...] = ELSEWHERE) -> None:
-        self.kv = kv or FakeKv()
+    def __init__(self, *, source: tuple[Stage, ...] = ELSEWHERE, worth: bool = True) -> None:
+        """`worth`: whether to copy KV is worth its time."""
+        self.kv = FakeKv()
         self.core = Batcher(
-            WHOLE[0].node, slots=8, step_tokens=64, kv=self.kv, worth=lambda *what: what[1] >= 0
+            WHOLE[0].node,
+            slots=8,
+            step_tokens=64,
+            kv=self.kv,
+            worth=lambda *what: worth and what[1] >= 0,
         )
         self.before = submit("r", source, prompt=PROMPT, max_tokens=40)
         message = msgspec.structs.replace(
@@ -211,19 +219,51 @@ def test_if_a_round_brings_nothing_the_sequence_goes_on_with_what_came_before(wh
     assert taker.goes_on((7, 8, 9)) == (END, (*PROMPT, 7, 8, 9)[END:])
 
 
-@pytest.mark.parametrize("why", ["late", "lost"])
-def test_what_is_being_brought_is_stopped_before_the_sequence_goes_on(why: str) -> None:
+def test_what_is_being_brought_is_stopped_before_the_sequence_goes_on() -> None:
     taker = Taker()
     taker.brought(taker.here(0, END, ran=END + 9))
     bring = taker.here(END, END + 9, ran=END + 11)
-    if why == "late":
-        commands = taker.core.late("r#2")
-    else:
-        commands = taker.core.peer_lost(ELSEWHERE[0].address, Failure("peer_lost", "b"))
+    commands = taker.core.late("r#2")
     assert [command for command in commands if isinstance(command, Stop)] == [Stop("r#2")]
     (row,) = take(taker.core)[0].rows
     assert (row.position, row.tokens) == (END, (*PROMPT, 7)[END:])
     assert taker.brought(bring, right=False) == []
+
+
+@pytest.mark.parametrize("phase", ["asked", "copying", "following", "yielding", "computed"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_another_node_may_have_died_of_is_not_run_here(phase: str, lost: int) -> None:
+    source = stages(("b", 0, 4), ("c", 4, BLOCKS))
+    taker = Taker(source=source, worth=phase != "computed")
+    for stage in (0, 1) if phase in ("following", "yielding") else ():
+        ran = END + 9 if phase == "following" else END
+        taker.brought(taker.here(0, END, ran=ran, stage=stage))
+    if phase == "copying":
+        taker.here(0, END, ran=END)
+    commands = taker.core.peer_lost(source[lost].address, Failure("peer_lost", "it died"))
+    failed = AttemptFailed(RequestId("r"), 2, SourceLost.code, "it died")
+    assert [each.what for each in commands if isinstance(each, Emit)] == [failed]
+    assert Settled("r#2", over=True) in commands
+    assert (taker.core.running, taker.core.waiting, taker.core.take()) == (0, 0, ())
+
+
+def test_what_is_better_computed_here_runs_once_it_has_ended_there() -> None:
+    taker = Taker(worth=False)
+    assert messages(taker.begins) == [taker.yields]
+    assert taker.core.take() == ()
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
+
+
+@pytest.mark.parametrize("what", ["refused", "wrong"])
+def test_what_cannot_be_had_is_computed_once_it_has_ended_there(what: str) -> None:
+    taker = Taker()
+    if what == "refused":
+        said = messages(taker.core.received(KvHere("r#2", 0)))
+    else:
+        said = taker.brought(taker.here(0, END, ran=END), right=False)
+    assert said == [taker.yields]
+    assert taker.core.take() == ()
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
 
 
 def test_more_may_have_come_than_the_tokens_that_are_known() -> None:
