@@ -130,8 +130,9 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """What it is worth not to load an instance again, in device seconds. An instance is given back
     when the load has not needed it for this long. Its copy in host memory stays for about a hundred
     times as long, or for as long as the model's history says."""
-    scale_up_hold_s: Seconds = 0.2
-    """The load must justify more instances for this long, so that a blip does not move weights."""
+    scale_up_hold_s: Seconds = 0.0
+    """The load must justify more instances for up to this long, the shorter the more there is of
+    it. More than 0: fewer loads in vain where they are dear, and later answers to bursts."""
     horizon_s: Seconds = 1.0
     """While load grows, the planner prepares for the load that is expected this much later, which
     should be about as long as loading takes. 0: it does not look ahead."""

@@ -16,7 +16,7 @@ from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
-from services.node.execution.worker import SETTLE_S, check_begun
+from services.node.execution.worker import PORTION, SETTLE_S, check_begun
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, LambdaScaleError, TransportError, UnsupportedModel
@@ -90,6 +90,11 @@ class ModelledWorker:
     @property
     def staging(self) -> str:
         return ""
+
+    @property
+    def portion(self) -> int:
+        """As many modelled bytes as a worker's."""
+        return PORTION // self._unit
 
     def start(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -44,6 +44,9 @@ Call = Callable[[Steps], None]
 SETTLE_S = 2.0
 """How long an attempt waits for KV of the attempt before, or for its path. Gateways wait longer for
 an answer."""
+PORTION = 128 << 20
+"""The most bytes of blocks that a worker is meant to be given at a time. A larger block comes
+alone."""
 
 
 def check_begun(submit: Submit, *, over: bool) -> None:
@@ -304,6 +307,11 @@ class Worker:
         """Ends the sequences on paths through the peer: its connection broke, a message could not
         be sent to it, or it died."""
         self._post(lambda steps: steps.peer_lost(address, error))
+
+    @property
+    def portion(self) -> int:
+        """See PORTION."""
+        return PORTION
 
     @property
     def staging(self) -> str:

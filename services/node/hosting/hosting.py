@@ -79,7 +79,15 @@ class Hosting:
         )
         self._opening = Opening(worker, library, keeper, self._log, changed=changed, spawn=spawn)
         self._reports = reports
-        self.landings = Landings(node, self._hosted, self._opening, keeper, reports, self._log)
+        self.landings = Landings(
+            node,
+            self._hosted,
+            self._opening,
+            keeper,
+            reports,
+            self._log,
+            portion=worker.portion,
+        )
 
     def holdings(self) -> list[Holding]:
         """What lies in the arena, and in the host cache."""

@@ -18,10 +18,6 @@ from shared.containment import is_containable
 from shared.errors import as_typed
 from shared.ids import ModelId, NodeId
 
-PORTION = 128 << 20
-"""The most bytes of blocks that go to the engine together; a larger block goes alone. Plans and
-releases have their turns between two portions."""
-
 
 class Landings:
     def __init__(
@@ -32,14 +28,19 @@ class Landings:
         keeper: KeeperLink,
         reports: Reports,
         log: BoundLogger,
+        *,
+        portion: int,
     ) -> None:
-        """`hosted`: the models that have space in the arena now."""
+        """`hosted`: the models that have space in the arena now. `portion`: the most bytes of
+        blocks that go to the engine together; a larger block goes alone. Plans and releases have
+        their turns between two portions."""
         self._node = node
         self._hosted = hosted
         self._opening = opening
         self._keeper = keeper
         self._reports = reports
         self._log = log
+        self._portion = portion
         self._landed: asyncio.Queue[tuple[Hosted, Arrival | PullFailure]] = asyncio.Queue()
 
     def land(self, item: Arrival | PullFailure) -> None:
@@ -80,7 +81,7 @@ class Landings:
             elif self._hosted.get(item.model_id) is hosted:
                 hosted.tell(item.plan.event, _failed(item), item.source)
                 await self._reports.failed(item, hosted.trace)
-        for portion in _portions(hosted, arrivals):
+        for portion in self._portions(hosted, arrivals):
             await self._on_arrived(hosted, [arrivals[block] for block in portion])
 
     async def _on_arrived(self, hosted: Hosted, items: Iterable[Arrival]) -> None:
@@ -107,7 +108,7 @@ class Landings:
     async def wake(self, plan: PlanId, hosted: Hosted, blocks: Iterable[int]) -> None:
         """Attaches and reports held blocks, some at a time: where they have to go to a device
         first, requests run over those that are there already."""
-        for portion, following in _with_the_next(_portions(hosted, blocks)):
+        for portion, following in _with_the_next(self._portions(hosted, blocks)):
             async with hosted.lock:
                 there = self._hosted.get(hosted.model) is hosted
                 if not there or hosted.residency.mode is Mode.STANDBY:
@@ -137,6 +138,18 @@ class Landings:
             failure = PullFailure(plan, hosted.model, block, self._node, as_typed(error))
             await self._reports.failed(failure, hosted.trace)
 
+    def _portions(self, hosted: Hosted, blocks: Iterable[int]) -> Iterator[list[int]]:
+        portion, nbytes = list[int](), 0
+        for block in blocks:
+            size = hosted.manifest.blocks[block].nbytes
+            if portion and nbytes + size > self._portion:
+                yield portion
+                portion, nbytes = [], 0
+            portion.append(block)
+            nbytes += size
+        if portion:
+            yield portion
+
     async def report_held(self, plan: PlanId, hosted: Hosted, block: int) -> None:
         at = wall_ns()
         arrival = Arrival(
@@ -151,20 +164,6 @@ class Landings:
             finished_ns=at,
         )
         await self._reports.arrived(arrival, hosted.trace)
-
-
-def _portions(hosted: Hosted, blocks: Iterable[int]) -> Iterator[list[int]]:
-    """Blocks, PORTION bytes at a time."""
-    portion, nbytes = list[int](), 0
-    for block in blocks:
-        size = hosted.manifest.blocks[block].nbytes
-        if portion and nbytes + size > PORTION:
-            yield portion
-            portion, nbytes = [], 0
-        portion.append(block)
-        nbytes += size
-    if portion:
-        yield portion
 
 
 def _with_the_next(portions: Iterable[list[int]]) -> Iterator[tuple[list[int], list[int]]]:

@@ -83,6 +83,20 @@ def test_requests_stay_on_the_paths_that_began_before_there_were_enough_to_pair_
     assert own in serve("pools", held, sources={2}, previous=(WeightedPath(own, 1.0),))
 
 
+def test_copies_that_wake_pair_up_with_the_nodes_that_serve() -> None:
+    """All hold the same first blocks, so that paths over several of them would serve no more."""
+    for loaded in range(1, B):
+        paths = serve("pools", [EVERY, *[first(loaded)] * 4])
+        shared = {stages for stages in paths if len(stages) > 1}
+        assert shared == {((node, 0, loaded), (0, loaded, B)) for node in range(1, 5)}
+
+
+def test_nodes_that_hold_other_blocks_form_the_paths_that_serve_more() -> None:
+    arcs = [EVERY, first(3), EVERY - first(5), frozenset({3, 4})]
+    pairs = sum(serve("zigzag", arcs).values())
+    assert sum(serve("pools", arcs).values()) > 1.1 * pairs
+
+
 def test_only_targets_are_stages_where_sources_are_left_out() -> None:
     halves = [EVERY, first(4), EVERY - first(4)]
     assert serve("pools-only-targets", halves[:2]) == {((0, 0, B),): 1.0}

@@ -60,6 +60,26 @@ def test_many_nodes_and_models() -> None:
     assert min(run.wall_s, run.cpu_s, run.peak_bytes) > 0
 
 
+def test_requests_run_over_copies_that_wake() -> None:
+    """A block is larger than what is meant to go to an engine at a time, although its bytes are
+    modelled by few."""
+    spec = ClusterSpec(
+        system=systems.named("lambdascale"),
+        hardware=hardware("h800-400g"),
+        models=(model("llama-2-13b", "m"),),
+        nodes=3,
+    )
+    rows = [Row(at + 0.001 * i, 2048, 8, "m") for at in (1.0, 20.0) for i in range(16)]
+    loads, wakes = run_cluster(spec, rows, seed=0).events
+    assert loads.bytes_moved > 0
+    assert wakes.bytes_moved == 0
+    for event in (loads, wakes):
+        assert event.first_path_s is not None
+        assert event.first_complete_s is not None
+        first_s = event.first_path_s - event.decided_s
+        assert first_s < (event.first_complete_s - event.decided_s) / 4
+
+
 def test_models_that_sleep_give_way_to_one_that_is_asked_for() -> None:
     """Three models on two nodes that have memory for one each."""
     models = tuple(model("llama-2-13b", name) for name in ("m1", "m2", "m3"))

@@ -1,9 +1,9 @@
 """Pools of holders: any node may run any block that it holds (see `paths`)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from services.planner.core.paths import WeightedPath, plan_paths
+from services.planner.core.paths import REPLICA_FLOOR, WeightedPath, plan_paths
 from services.planner.core.serving.loading import Loading, beside_replicas
 from services.planner.core.serving.zigzag import live_scaling
 
@@ -13,19 +13,35 @@ their capacity. It is about what a hop adds to the time of a decode step."""
 
 
 def pools(loading: Loading) -> tuple[WeightedPath, ...]:
-    """Complete nodes and busy sources are stages like any other node. Where each node that loads
-    can have a complete one for itself, they serve in pairs, as in live scaling: no request has more
-    than two stages, and one that began there need not begin again when its nodes are complete."""
-    planned = live_scaling(loading) if _pairs_up(loading) else _planned(loading)
-    return beside_replicas(loading, _opened(loading, planned))
+    """Complete nodes and busy sources are stages like any other node."""
+    return beside_replicas(loading, _opened(loading, _chosen(loading)))
 
 
-def _pairs_up(loading: Loading) -> bool:
-    """Not while requests run on other paths: these would end."""
-    replicas = loading.replicas
+def _chosen(loading: Loading) -> tuple[WeightedPath, ...]:
+    """Pairs as in live scaling, where each node that loads can have a complete one for itself, or
+    where other paths would hardly serve more. (So it is if all that load hold the same first
+    blocks, such as copies that wake.) No request has more than two stages then, and one that began
+    there need not begin again when its nodes are complete.
+
+    Not while requests run on other paths: these would end."""
+    if not _only_pairs(loading):
+        return _planned(loading)
+    pairs = live_scaling(loading)
+    if len(loading.held) <= 2 * len(loading.replicas):
+        return pairs
+    planned = _planned(loading)
+    # In pairs, complete nodes keep the floor for what they serve alone; else they may not have to.
+    return pairs if _sum(pairs) >= (1 - REPLICA_FLOOR) * _sum(planned) else planned
+
+
+def _only_pairs(loading: Loading) -> bool:
+    """Whether all paths that serve now are of a node and a complete one."""
     shared = [path.stages for path in loading.previous if len(path.stages) > 1]
-    paired = all(len(stages) == 2 and stages[1][0] in replicas for stages in shared)
-    return paired and len(loading.held) <= 2 * len(replicas)
+    return all(len(stages) == 2 and stages[1][0] in loading.replicas for stages in shared)
+
+
+def _sum(paths: Iterable[WeightedPath]) -> float:
+    return sum(path.weight for path in paths)
 
 
 def pools_of_targets(loading: Loading) -> tuple[WeightedPath, ...]:
@@ -50,7 +66,7 @@ def _planned(loading: Loading) -> tuple[WeightedPath, ...]:
     )
 
 
-def _opened(loading: Loading, planned: Iterable[WeightedPath]) -> list[WeightedPath]:
+def _opened(loading: Loading, planned: Collection[WeightedPath]) -> list[WeightedPath]:
     """Paths of several stages.
 
     The plan of the most capacity may take all of the complete nodes for paths, even where that
@@ -59,7 +75,7 @@ def _opened(loading: Loading, planned: Iterable[WeightedPath]) -> list[WeightedP
     that helps, and grow with the gain.
     """
     replicas = sum(loading.speeds[node] for node in loading.replicas)
-    gain = sum(path.weight for path in planned) - replicas
+    gain = _sum(planned) - replicas
     share = max(0.0, min(1.0, gain / (_WORTH * replicas))) if replicas else 1.0
     return [
         WeightedPath(path.stages, path.weight * share) for path in planned if len(path.stages) > 1

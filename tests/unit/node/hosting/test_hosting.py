@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from services.node.engine.kernels import Kernels, Packing
+from services.node.execution import worker
 from services.node.execution.worker import Worker
-from services.node.hosting import landings, opening
+from services.node.hosting import opening
 from services.node.hosting.hosted import Hosted
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.landings import Landings
@@ -289,7 +290,7 @@ async def test_a_sleeping_model_comes_to_the_engine_in_portions(
         await ready.acquire()
         return await attach(self, model_id, blocks)
 
-    monkeypatch.setattr(landings, "PORTION", 1)
+    monkeypatch.setattr(worker, "PORTION", 1)
 
     async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a") as up:
         await up.promoted("a")
