@@ -148,6 +148,9 @@ class ModelledEngine(NoHostTier):
     def division(self, model_id: ModelId) -> str:
         return ""
 
+    def regroup(self) -> Iterator[None]:
+        return iter(())
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return iter(())
 

@@ -139,6 +139,12 @@ class Engine(Kv, Protocol):
     def division(self, model_id: ModelId) -> str:
         """How many processes run an open model, and why, in words. Empty: there was no choice."""
 
+    def regroup(self) -> Iterator[None]:
+        """Goes on without processes that have ended, where it can: fewer of them run the models
+        that they ran. After the first step of the iterator, it is known how many (`division`). Each
+        further one makes a block runnable again; until then rows wait for it, as for a block that
+        has not come. Their KV stays. An error: it cannot go on."""
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Prepares what an open model's first steps would wait for, one piece at each step of the
         iterator. The iterator ends early if the model is closed."""

@@ -152,9 +152,22 @@ class Steps:
         with self._blamed():
             self._engine.open_model(model_id, manifest, part)
         self._models[model_id] = manifest
+        self._tell_division(model_id, "open_model")
+
+    def regroup(self) -> Iterator[None]:
+        """See `Engine.regroup`."""
+        pieces = self._engine.regroup()
+        for _ in pieces:
+            for model_id in self._models:
+                self._tell_division(model_id, "regroup")
+            yield
+            break
+        yield from pieces
+
+    def _tell_division(self, model_id: ModelId, cause: str) -> None:
         if division := self._engine.division(model_id):
-            self.story.tell(self._clock(), "open_model", division, model_id)
-            self._log.info("model opened", model=model_id, division=division)
+            self.story.tell(self._clock(), cause, division, model_id)
+            self._log.info("who runs a model", model=model_id, division=division)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return self._engine.warm_up(model_id)

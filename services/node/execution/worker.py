@@ -310,6 +310,10 @@ class Worker:
         busy_s = None if since is None else time.monotonic() - since
         return Pulse(busy_s, self._longest_s, self._failed_in_a_row, self._broken())
 
+    def regroup(self) -> None:
+        """Processes have ended that ran models for the engine: see `Engine.regroup`."""
+        self._post(lambda steps: self._do_pieces(steps.regroup()))
+
     # --- between the threads ------------------------------------------------
 
     def _post(self, call: Call) -> bool:
@@ -457,6 +461,12 @@ class Worker:
             return
         telemetry.record("warm_up", start_ns=started, end_ns=wall_ns(), parent=trace)
         self._post(lambda _: self._warm_up(pieces, trace))
+
+    def _do_pieces(self, pieces: Iterator[None]) -> None:
+        """Between two pieces, what runs has a step. An error ends the node."""
+        for _ in pieces:
+            self._post(lambda _: self._do_pieces(pieces))
+            break
 
     def _close(self, steps: Steps) -> None:
         self._stopping = True
