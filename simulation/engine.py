@@ -23,6 +23,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Context,
+    MakeAdapter,
     PartResult,
     Row,
     Rules,
@@ -168,10 +169,13 @@ class ModelledEngine(NoHostTier):
                 raise AssertionError(f"block {block} of model {model_id} was not verified")
         model.held.add(block)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         raise UnsupportedModel("there are no adapters here")
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
         """There is none."""
 
     def drop_adapter(self, name: ModelId) -> None:

@@ -18,6 +18,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Context,
+    MakeAdapter,
     PartResult,
     Row,
     Rules,
@@ -251,10 +252,13 @@ class HashEngine(NoHostTier):
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self.attached[model_id].add(block)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         raise UnsupportedModel("there are no adapters here")
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
         """There is none."""
 
     def drop_adapter(self, name: ModelId) -> None:

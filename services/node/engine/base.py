@@ -23,6 +23,7 @@ __all__ = [
     "Context",
     "Draw",
     "Engine",
+    "MakeAdapter",
     "PartResult",
     "Row",
     "RowsRefused",
@@ -41,6 +42,9 @@ Rules = Any
 """Whatever form an engine gives to the rules of a sequence; nobody else looks inside."""
 Adapter = Any
 """The same for an adapter."""
+MakeAdapter = Callable[[memoryview], Adapter]
+"""Makes an adapter of its block's bytes, which have all arrived and are verified, and may be reused
+afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,13 +162,17 @@ class Engine(Kv, Protocol):
         of its own, before the model is opened. The buffer may be reused afterwards. False: there is
         nothing to make, or no memory is left for it."""
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
-        """Returns a function that makes an adapter of its block's bytes, which have all arrived and
-        are verified, and may be reused afterwards. Another thread calls it. NotFound: the base is
-        not open. UnsupportedModel: it takes no adapters."""
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
+        """Returns a function that finds memory for an adapter, and returns what makes it. Another
+        thread calls both. NotFound: the base is not open. UnsupportedModel: it takes no
+        adapters."""
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         """Makes rows with this adapter runnable."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
+        """Makes steps with an adapter that is in use faster. It takes tens of ms: another thread
+        calls it."""
 
     def drop_adapter(self, name: ModelId) -> None:
         """Forgets an adapter. Conflict: sequences run with it."""

@@ -16,8 +16,8 @@ from services.node.core.degrees import Choice, Costs, choose
 from services.node.core.kv import PAGE, Need, Restoration, movable
 from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
-from services.node.engine.adapters import Adapter, read_adapter
-from services.node.engine.base import Context, SequenceKey, Weights
+from services.node.engine.adapters import Adapter, AdapterRoom, read_adapter
+from services.node.engine.base import Context, MakeAdapter, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.devices import own_stream, torch_device
@@ -37,6 +37,7 @@ from services.node.engine.team import CloseModel, DropAdapter, use_threads
 from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
+from services.node.memory.recycled import Recycled
 from services.node.memory.shelf import Shelf
 from shared.errors import (
     CapacityExceeded,
@@ -112,6 +113,7 @@ class TorchEngine:
         self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
+        self._adapter_memory = Recycled()
         self._threads = threads or torch.get_num_threads()
         self._costs: tuple[Costs, ...] = ()
         self._given: dict[ModelId, dict[int, Weights]] = {}
@@ -312,25 +314,34 @@ class TorchEngine:
         self._packed.expect(model_id)
         return True
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         base = base_of(manifest)
         network = self._model(base).network if base else None
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
         if isinstance(network, LeadDecoder):
-            return partial(network.make_adapter, manifest)
+            return lambda: partial(network.make_adapter, manifest)
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
             raise UnsupportedModel(
                 f"adapters of a base in {network.dtype} need node.cpu_weights = stored here"
             )
-        config, device = network.config, self._device
-        return lambda weights: read_adapter(manifest, weights, config, device, compiled=compiled)
+        return lambda: partial(
+            read_adapter,
+            manifest,
+            config=network.config,
+            device=self._device,
+            compiled=compiled,
+            room=AdapterRoom(manifest, self._adapter_memory),
+        )
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         if self._ranks is not None:
             adapter = self._ranks.use_adapter(name, self._fitting(adapter))
         self._adapters[name] = adapter
+
+    def settle_adapter(self, adapter: Adapter) -> None:
+        adapter.settle()
 
     def _fitting(self, adapter: Adapter) -> Adapter:
         """Makes an adapter anew that was made for a team which does not run its base any more."""
@@ -341,7 +352,9 @@ class TorchEngine:
         share = base.network.share if isinstance(base.network, LeadDecoder) else WHOLE
         if order.degree == share.of:
             return adapter
-        return self.make_adapter(order.manifest)(shared.bytes.numpy().data)
+        made: Adapter = self.make_adapter(order.manifest)()(shared.bytes.numpy().data)
+        made.settle()
+        return made
 
     def _refit_adapters(self, base: ModelId) -> None:
         for name, adapter in self._adapters.items():

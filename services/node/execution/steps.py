@@ -52,6 +52,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Engine,
+    MakeAdapter,
     Weights,
 )
 from services.node.execution import activations
@@ -121,6 +122,7 @@ class Steps:
             held=engine.held,
         )
         self._ran = ran
+        self._aside = aside
         self._send = send
         self._emit = emit
         self._clock = clock
@@ -181,12 +183,18 @@ class Steps:
         with self._blamed():
             return self._engine.prepare(model_id, manifest, block, weights)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         with self._blamed():
             return self._engine.make_adapter(manifest)
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         self._engine.use_adapter(name, adapter)
+
+        def settle() -> Callable[[], None]:
+            self._engine.settle_adapter(adapter)
+            return lambda: None
+
+        self._aside(settle)
 
     def drop_adapter(self, name: ModelId) -> None:
         """Conflict: sequences run with it."""

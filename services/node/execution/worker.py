@@ -1,5 +1,5 @@
 """The engine thread of a node. It alone runs the scheduler and the engine. Only grammars are made
-elsewhere, one after the other, on a thread beside it.
+elsewhere, one after the other, on a thread beside it, which also settles adapters.
 
 Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
 blocks it takes in all calls that have come, so that new rows join the sweep at a block ahead, or
@@ -17,7 +17,7 @@ from services.node.core.handover import Worth
 from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
-from services.node.engine.base import Adapter, Bell, Engine, Weights
+from services.node.engine.base import Bell, Engine, MakeAdapter, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
@@ -245,12 +245,17 @@ class Worker:
             await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))
 
-    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None:
+    async def expect_adapter(self, manifest: Manifest) -> MakeAdapter:
+        """An adapter is on its way: finds memory for it. Returns what makes it, for `adapt`.
+        Errors: see `Engine.make_adapter`."""
+        found: list[Callable[[], MakeAdapter]] = []
+        await self._ask(lambda steps: found.append(steps.make_adapter(manifest)))
+        return await asyncio.to_thread(found[0])
+
+    async def adapt(self, name: ModelId, make: MakeAdapter, buffer: memoryview) -> None:
         """Once this returns, requests can be run with the adapter, and nobody needs the buffer. It
-        is made ready beside the engine's thread. Errors: see `Engine.make_adapter`."""
-        makers: list[Callable[[memoryview], Adapter]] = []
-        await self._ask(lambda steps: makers.append(steps.make_adapter(manifest)))
-        adapter = await asyncio.to_thread(makers[0], buffer)
+        is made ready beside the engine's thread."""
+        adapter = await asyncio.to_thread(make, buffer)
         await self._ask(lambda steps: steps.use_adapter(name, adapter))
 
     async def drop_adapter(self, name: ModelId) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from services.node.engine.base import MakeAdapter
 from services.node.engine.ranks import Ranks
 from services.node.engine.rehearsal import measure
 from shared.errors import EngineFailed
@@ -224,8 +225,8 @@ def test_adapters_of_a_team_that_is_lost(tmp_path: Folder, choosing: Callable[..
     there = adapted.add(made.engine, specs[0])
     make = made.engine.make_adapter
 
-    def losing(manifest: Manifest) -> Callable[[memoryview], Any]:
-        maker = make(manifest)
+    def losing(manifest: Manifest) -> Callable[[], MakeAdapter]:
+        maker = make(manifest)()
 
         def made_late(weights: memoryview) -> Any:
             adapter = maker(weights)
@@ -234,7 +235,7 @@ def test_adapters_of_a_team_that_is_lost(tmp_path: Folder, choosing: Callable[..
             regroup(made)
             return adapter
 
-        return made_late
+        return lambda: made_late
 
     made.engine.make_adapter = losing  # type: ignore[method-assign]
     came = adapted.add(made.engine, specs[1])
