@@ -11,11 +11,12 @@
 Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). It may
 even be in its prompt: then pieces come as layers have run (`services.node.core.lending`). What is
 copied first are whole pages that nobody writes to any more. What is generated meanwhile, and the
-page before it, follow in rounds, each of which finds less to copy than the one before. A few
-positions are left, which are run in the step that draws the next token.
+page before it, follow in rounds, each of which finds less to copy than the one before. Of a short
+sequence the whole pages are there about as soon as the answer to a round, so the first one begins
+once they are lent. A few positions are left, which are run in the step that draws the next token.
 
     phase      to         when
-    copying    following  the whole pages have come, and a round is worth its time
+    copying    following  the whole pages have come, and a round is worth its time or under way
                yielding   the whole pages have come, and no round is worth its time; or they
                           cannot be had, or are not worth their time
     following  following  a round is over, and another one is worth its time
@@ -77,6 +78,9 @@ TRIAL_S = 0.25
 """What is copied only to measure the rate may be expected to take so long at most."""
 ASKING_S = 0.005
 """Two questions and their answers, and the turns of threads between them."""
+AHEAD_BYTES = 4 << 20
+"""So little KV takes hardly longer to come than a round: over 1 Gbit/s 34 ms, in which the sequence
+has two or three more steps."""
 FEW = 2
 """So many positions are run as soon as one, or as another node has been asked for them."""
 
@@ -193,6 +197,10 @@ class Taking:
     """In rounds: the position from which on each stage is asked, or was asked last."""
     came: dict[int, int] = field(default_factory=dict)
     """In rounds: how many positions of each block have come."""
+    ahead: list[Bring] = field(default_factory=list)
+    """What has come of the first round, before the rest of the whole pages."""
+    told: int = 0
+    """How much of the whole pages has been lent: positions, counted once for each block."""
     awaited: set[int] = field(default_factory=set)
     """The stages whose part of this round has not come."""
     lacks: int = 0
@@ -207,6 +215,11 @@ class Taking:
     @property
     def stop(self) -> int:
         return self.stages[-1].stop
+
+    @property
+    def whole(self) -> int:
+        """The whole pages that are asked for, counted as `told`."""
+        return len(self.kept) * (self.end - self.first)
 
     @property
     def has(self) -> int:
@@ -277,10 +290,10 @@ class Takings:
         if taking is None or message.stage >= len(taking.stages):
             return []
         match taking.phase:
+            case Phase.COPYING | Phase.FOLLOWING if message.stage in taking.awaited:
+                return self._more_here(taking, message)
             case Phase.COPYING:
                 return self._first_here(taking, message)
-            case Phase.FOLLOWING if message.stage in taking.awaited:
-                return self._more_here(taking, message)
             case _:
                 return []
 
@@ -291,7 +304,18 @@ class Takings:
         inside = taking.first <= positions[0] < positions[1] <= taking.end
         if not message.region or blocks[1] > taking.stop or not inside:
             return self._yield(taking)
-        return [self._bring(taking, message, blocks, positions)]
+        lent = sum(blocks[0] <= block < blocks[1] for block in taking.kept)
+        taking.told += lent * (positions[1] - positions[0])
+        return [self._bring(taking, message, blocks, positions), *self._ask_ahead(taking)]
+
+    def _ask_ahead(self, taking: Taking) -> list[Command]:
+        """Begins the first round as soon as the whole pages are lent, if they are few."""
+        each = self._kv.position_bytes(taking.sequence.path.model_id)
+        few = (taking.end - taking.first) * each <= AHEAD_BYTES
+        if not few or taking.told < taking.whole or taking.asked:
+            return []
+        taking.lacks = self._lack(taking, taking.end)
+        return self._ask_for_more(taking) if taking.lacks > FEW else []
 
     def _more_here(self, taking: Taking, message: KvHere) -> list[Command]:
         blocks, positions = (message.start, message.stop), (message.first, message.end)
@@ -321,6 +345,11 @@ class Takings:
             return []
         taking.bringing -= 1
         match taking.phase:
+            case Phase.COPYING if bring.positions[0] >= taking.end:
+                if not right:
+                    return self._lacking(taking, bring.stage)
+                taking.ahead.append(bring)
+                return []
             case Phase.COPYING if not right:
                 return self._yield(taking)
             case Phase.COPYING:
@@ -336,46 +365,59 @@ class Takings:
     def _is_whole(self, taking: Taking) -> bool:
         kept, pieces = taking.kept, taking.pieces
         area = sum((stop - start) * (end - first) for start, stop, first, end in pieces)
-        enough = area >= len(kept) * (taking.end - taking.first)
-        return enough and covers(pieces, kept, taking.first, taking.end)
+        return area >= taking.whole and covers(pieces, kept, taking.first, taking.end)
 
     def _all_came(self, taking: Taking) -> list[Command]:
         taking.came = dict.fromkeys(taking.kept, taking.end)
-        taking.asked = dict.fromkeys(taking.ran, taking.end)
-        return self._go_on(taking)
+        if not taking.asked:
+            return self._go_on(taking)
+        taking.to(Phase.FOLLOWING)
+        for bring in taking.ahead:
+            self._add(taking, bring)
+        return [] if taking.awaited else self._go_on(taking)
 
     def _more_came(self, taking: Taking, bring: Bring) -> list[Command]:
+        self._add(taking, bring)
+        return [] if taking.awaited else self._go_on(taking)
+
+    def _add(self, taking: Taking, bring: Bring) -> None:
         first, end = bring.positions
         taking.asked[bring.stage] = end
         for block in range(*bring.blocks):
             if taking.came.get(block) == first:
                 taking.came[block] = end
         taking.awaited.discard(bring.stage)
-        return [] if taking.awaited else self._go_on(taking)
 
     def _lacking(self, taking: Taking, stage: int) -> list[Command]:
         """The stage has nothing more that could be had. What the others have comes yet."""
         taking.ran[stage] = 0
         taking.awaited.discard(stage)
-        return [] if taking.awaited else self._go_on(taking)
+        waits = taking.awaited or taking.phase is Phase.COPYING
+        return [] if waits else self._go_on(taking)
 
     def _go_on(self, taking: Taking) -> list[Command]:
         """Asks for what has run meanwhile, or for the sequence."""
-        before, taking.lacks = taking.lacks, self._lack(taking)
+        before, taking.lacks = taking.lacks, self._lack(taking, min(taking.came.values()))
         if taking.lacks > FEW and (not before or taking.lacks < before):
             taking.to(Phase.FOLLOWING)
-            taking.awaited = set(taking.asked)
-            limit = taking.sequence.limit
-            return [
-                self._ask(taking, index, first, limit, more=True)
-                for index, first in taking.asked.items()
-            ]
+            return self._ask_for_more(taking)
         return self._yield(taking)
 
-    def _lack(self, taking: Taking) -> int:
-        """How many positions are missing that another round would bring, if it is worth it."""
+    def _ask_for_more(self, taking: Taking) -> list[Command]:
+        """Begins a round."""
+        taking.asked = taking.asked or dict.fromkeys(taking.ran, taking.end)
+        taking.awaited = set(taking.asked)
+        limit = taking.sequence.limit
+        return [
+            self._ask(taking, index, first, limit, more=True)
+            for index, first in taking.asked.items()
+        ]
+
+    def _lack(self, taking: Taking, has: int) -> int:
+        """How many positions are missing that another round would bring, if it is worth it. `has`:
+        those that have come, or will."""
         ran = taking.ran.values()
-        lacks = max(ran, default=0) - min(taking.came.values())
+        lacks = max(ran, default=0) - has
         model_id = taking.sequence.path.model_id
         nbytes = lacks * self._kv.position_bytes(model_id)
         return lacks if all(ran) and self._worth(model_id, lacks, nbytes) else 0

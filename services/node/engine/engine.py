@@ -39,6 +39,7 @@ from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
 from services.node.memory.recycled import Recycled
 from services.node.memory.shelf import Shelf
+from shared import telemetry
 from shared.errors import (
     CapacityExceeded,
     Conflict,
@@ -128,6 +129,7 @@ class TorchEngine:
             if measure is not None:
                 assert compiled is not None
                 self._costs = measure(ranks, self._threads, self._form, compiled)
+                self._say_what_is_left(ranks)
         use_threads(self._threads)
 
     def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
@@ -271,6 +273,7 @@ class TorchEngine:
         if self._ranks is None:
             return
         self._ranks.settle()
+        self._say_what_is_left(self._ranks)
         for model_id in self._models:
             self._regroup(model_id)
         yield
@@ -280,6 +283,14 @@ class TorchEngine:
                 if still_open and block not in self._models[model_id].blocks:
                     self.attach(model_id, block, weights)
                     yield
+
+    def _say_what_is_left(self, ranks: Ranks) -> None:
+        if ranks.loss:
+            telemetry.logger("engine").warning(
+                "models are run by fewer processes from now on",
+                at_most=max(ranks.degrees, default=1),
+                why=ranks.loss,
+            )
 
     def _regroup(self, model_id: ModelId) -> bool:
         """If the model's team is lost, has a smaller one run it, or this process alone. Its blocks

@@ -54,7 +54,6 @@ from services.node.engine.team import (
 )
 from services.node.engine.weights import HeadUnit, LayerUnit
 from services.node.memory.views import Memory, find
-from shared import telemetry
 from shared.errors import (
     BadInput,
     ConfigError,
@@ -149,7 +148,6 @@ class Ranks:
             if rank >= self._left:
                 return  # the teams that it was in are lost already
             self._left, self.loss = rank, self.loss or why
-        telemetry.logger("ranks").warning("teams are lost", why=why, processes_left=rank)
         if self.spare:  # else the node ends, and so does whoever waits for this rank
             compiled = kernels.load()
             assert compiled is not None

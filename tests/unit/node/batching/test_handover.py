@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from services.node.core.batching import Batcher
-from services.node.core.handover import secret_of
+from services.node.core.handover import AHEAD_BYTES, FEW, secret_of
 from services.node.core.kv import PAGE, movable
 from services.node.core.microbatches import (
     Bring,
@@ -75,9 +75,17 @@ def test_who_does_not_know_the_prompt_gets_nothing_and_ends_nothing(named: str) 
 class Taker:
     """A scheduler that takes over a sequence of PROMPT that has generated a 7."""
 
-    def __init__(self, *, source: tuple[Stage, ...] = ELSEWHERE, worth: bool = True) -> None:
-        """`worth`: whether to copy KV is worth its time."""
-        self.kv = FakeKv()
+    def __init__(
+        self,
+        *,
+        kv: FakeKv | None = None,
+        source: tuple[Stage, ...] = ELSEWHERE,
+        short: bool = False,
+        worth: bool = True,
+    ) -> None:
+        """`short`: its KV is so little that the first round begins once it is lent. `worth`: it is
+        worth its time to copy KV."""
+        self.kv = kv or FakeKv(each=100 if short else AHEAD_BYTES)
         self.core = Batcher(
             WHOLE[0].node,
             slots=8,
@@ -272,3 +280,70 @@ def test_more_may_have_come_than_the_tokens_that_are_known() -> None:
     taker.brought(taker.here(0, END, ran=END + 17))
     assert taker.brought(taker.here(END, END + 17, ran=END + 18)) == [taker.yields]
     assert taker.goes_on(()) == (len(PROMPT), (7,))
+
+
+# --- a short sequence: the first round begins before the whole pages have come ---
+
+
+def lent(taker: Taker, end: int, *, ran: int, stage: int = 0) -> tuple[Bring, list[StageMessage]]:
+    """The stage has lent its KV of the whole pages: what is to be brought, and what is said."""
+    blocks = taker.before.stages[stage].start, taker.before.stages[stage].stop
+    where = "region", "", b"", *blocks, 0, end, ran
+    bring, *said = taker.core.received(KvHere("r#2", stage, *where))
+    assert isinstance(bring, Bring)
+    return bring, messages(said)
+
+
+@pytest.mark.parametrize("sooner", [False, True], ids=["in order", "round first"])
+def test_the_first_round_of_a_short_sequence_comes_with_its_whole_pages(sooner: bool) -> None:
+    taker = Taker(short=True)
+    bulk, said = lent(taker, END, ran=END + 9)
+    assert said == [asks(taker, END)]
+    more = taker.here(END, END + 11, ran=END + 11)
+    first, second = (more, bulk) if sooner else (bulk, more)
+    assert taker.brought(first) == []
+    assert taker.brought(second) == [taker.yields]
+    known = (*PROMPT, 7, *range(100, 114))
+    assert taker.goes_on(known[len(PROMPT) :]) == (END + 11, known[END + 11 :])
+    assert taker.kv.came == {"r#2": known[: END + 11]}
+
+
+def test_the_first_round_begins_once_all_stages_have_lent_their_part() -> None:
+    taker = Taker(source=stages(("b", 0, 4), ("c", 4, BLOCKS)), short=True)
+    bulk, said = lent(taker, END, ran=END + 9)
+    assert said == []
+    assert taker.brought(bulk) == []
+    bulk, said = lent(taker, END, ran=END + 8, stage=1)
+    assert said == [asks(taker, END), asks(taker, END, stage=1)]
+    assert taker.brought(taker.here(END, END + 10, ran=END + 10, stage=1)) == []
+    assert taker.brought(bulk) == []
+    assert taker.brought(taker.here(END, END + 9, ran=END + 10)) == [taker.yields]
+    assert taker.goes_on((7, *range(20)))[0] == END + 9
+
+
+def test_no_round_of_a_short_sequence_begins_for_a_few_positions() -> None:
+    taker = Taker(short=True)
+    bulk, said = lent(taker, END, ran=END + FEW)
+    assert said == []
+    assert taker.brought(bulk) == [taker.yields]
+
+
+@pytest.mark.parametrize("what", ["refused", "wrong"])
+def test_a_first_round_that_fails_does_not_cost_the_whole_pages(what: str) -> None:
+    taker = Taker(short=True)
+    bulk, _ = lent(taker, END, ran=END + 9)
+    if what == "refused":
+        assert messages(taker.core.received(KvHere("r#2", 0))) == []
+    else:
+        assert taker.brought(taker.here(END, END + 9, ran=END + 11), right=False) == []
+    assert taker.brought(bulk) == [taker.yields]
+    assert taker.goes_on((7, 8, 9)) == (END, (*PROMPT, 7, 8, 9)[END:])
+
+
+def test_whole_pages_that_fail_are_computed_whatever_has_come_of_a_round() -> None:
+    taker = Taker(short=True)
+    bulk, _ = lent(taker, END, ran=END + 9)
+    taker.brought(taker.here(END, END + 9, ran=END + 11))
+    assert taker.brought(bulk, right=False) == [taker.yields]
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
+    assert taker.kv.came == {}
