@@ -32,8 +32,8 @@ def moving(pool: Pool) -> Client:
 
 
 def test_a_move_on_the_same_leader_that_is_not_answered_goes_on_as_if_it_were() -> None:
-    """The source has yielded. The gateway asks after some silence, and finds the next attempt there:
-    the stream waits for its prompt, as after an answer, and no longer."""
+    """The source has yielded. The gateway asks after some silence, and finds the next attempt
+    there. The stream waits for its prompt, as after an answer, and no longer."""
     pool = Pool(nodes=2, slots=2)
     client = moving(pool)
     pool.submit(0, lose="answer")
