@@ -175,8 +175,9 @@ def steps(folder: Path, adapters: list[Path], count: int) -> dict[str, float]:
     names = []
     for path in adapters[:ROWS]:
         found = store.import_adapter(path, base.model_id, base.manifest)
-        adapter = engine.make_adapter(found.manifest)(whole(store, found, 0))
+        adapter = engine.make_adapter(found.manifest)()(whole(store, found, 0))
         engine.use_adapter(found.model_id, adapter)
+        engine.settle_adapter(adapter)
         names.append(found.model_id)
     chosen = {
         "no adapter": [NO_ADAPTER] * ROWS,

@@ -46,7 +46,7 @@ class Times:
 @contextmanager
 def _watched(times: Times) -> Iterator[None]:
     """Notes what the nodes' schedulers do."""
-    begin, sampled, ask = Leader._begin, Leader.sampled, Takings._ask_to_yield
+    begin, sampled, ask = Leader._begin, Leader.sampled, Takings._yield
 
     def on_begin(self: Leader, sequence: Any, tick: int) -> None:
         times.began.setdefault(sequence.submit.request, now())
@@ -59,13 +59,14 @@ def _watched(times: Times) -> Iterator[None]:
         return sampled(self, message, tick)
 
     def on_there(self: Takings, taking: Any) -> Any:
-        times.there.setdefault(taking.sequence.submit.request, now())
+        if taking.end:  # KV was asked for
+            times.there.setdefault(taking.sequence.submit.request, now())
         return ask(self, taking)
 
     with (
         patch.object(Leader, "_begin", on_begin),
         patch.object(Leader, "sampled", on_sampled),
-        patch.object(Takings, "_ask_to_yield", on_there),
+        patch.object(Takings, "_yield", on_there),
     ):
         yield
 

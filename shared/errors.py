@@ -63,6 +63,13 @@ class NotReady(LambdaScaleError):
     code = "not_ready"
 
 
+class SourceLost(NotReady):
+    """A request was to come with its KV from another node, which was lost. That node may be dead,
+    and the request may be why; or the request goes on there."""
+
+    code = "source_lost"
+
+
 class AdapterUnavailable(LambdaScaleError):
     """A request's adapter could not be loaded on a node. The node's other requests are not
     affected."""

@@ -263,7 +263,7 @@ class NodeParts:
             engine=ModelledEngine(
                 spec.hardware,
                 spec.kv,
-                partial(self._cluster.aboard, self.name),
+                partial(self._cluster.aboard, self),
                 by_block=bool(spec.prefill_share),
             ),
             pcie=self._pcie,
@@ -414,12 +414,13 @@ class Cluster:
         if name in self.network:
             self.network.kill(name)
 
-    def aboard(self, name: str, rows: Sequence[Row]) -> None:
-        """A node runs these rows."""
-        for row in rows:
+    def aboard(self, parts: NodeParts, rows: Sequence[Row]) -> None:
+        """A node runs these rows. The engine of a process that was killed goes on unseen, and does
+        no harm to the node's next process."""
+        for row in rows if self.parts[parts.name] is parts else ():
             request = RequestId(request_of(row.sequence))
             if row.position + row.count > self.poison.get(request, sys.maxsize):
-                asyncio.get_running_loop().call_soon(self.poisoned, name, request)
+                asyncio.get_running_loop().call_soon(self.poisoned, parts.name, request)
 
     def _maker(self, name: str) -> Callable[[Bus], Service]:
         system = self.spec.system

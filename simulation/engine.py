@@ -23,6 +23,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Context,
+    MakeAdapter,
     PartResult,
     Row,
     Rules,
@@ -148,6 +149,9 @@ class ModelledEngine(NoHostTier):
     def division(self, model_id: ModelId) -> str:
         return ""
 
+    def regroup(self) -> Iterator[None]:
+        return iter(())
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return iter(())
 
@@ -165,10 +169,13 @@ class ModelledEngine(NoHostTier):
                 raise AssertionError(f"block {block} of model {model_id} was not verified")
         model.held.add(block)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         raise UnsupportedModel("there are no adapters here")
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
         """There is none."""
 
     def drop_adapter(self, name: ModelId) -> None:

@@ -17,6 +17,7 @@ from services.node.core.watchdog import Pulse
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.execution.worker import PORTION, SETTLE_S, check_begun
+from services.node.parts import MakeAdapter
 from shared import telemetry
 from shared.clock import now
 from shared.errors import Conflict, LambdaScaleError, TransportError, UnsupportedModel
@@ -160,8 +161,11 @@ class ModelledWorker:
         self._forget(model_id)
         self._asleep |= {(model_id, block) for block in held}
 
-    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None:
+    async def expect_adapter(self, manifest: Manifest) -> MakeAdapter:
         raise UnsupportedModel("modelled engines have no adapters")
+
+    async def adapt(self, name: ModelId, make: MakeAdapter, buffer: memoryview) -> None:
+        """There is none."""
 
     async def drop_adapter(self, name: ModelId) -> None:
         """There is none."""

@@ -24,7 +24,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
-from tests.support import collecting, dealing, forks, tracebacks
+from tests.support import amounts, collecting, dealing, forks, tracebacks
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -64,12 +64,12 @@ def log_plainly() -> None:
 log_plainly()
 
 # Tests measure no time: a busy machine must not fail them.
-for name, examples in (("usual", 60), ("fast", 30), ("thorough", 500)):
+for name, count in (("usual", amounts.examples(40)), ("fast", 30)):
     settings.register_profile(
         name,
         deadline=None,
         suppress_health_check=[HealthCheck.too_slow],
-        max_examples=examples,
+        max_examples=count,
     )
 settings.load_profile("usual")
 

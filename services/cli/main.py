@@ -2,24 +2,45 @@
 
 import argparse
 import asyncio
+import importlib
 import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
-from services.cli import run_service, self_test
+from services.cli import completion, run_service, self_test
 from services.cli.client import say, silence_logs
 from shared.errors import BadInput, ConfigError, LambdaScaleError
 from shared.version import __version__
 
 INTERRUPTED = 130
+MODULES = {
+    "demo": ("demo",),
+    "up": ("up", "down"),
+    "status": ("status",),
+    "top": ("top",),
+    "pool": ("pool",),
+    "models": ("model", "scale"),
+    "events": ("events", "trace"),
+    "report": ("report",),
+    "plan": ("plan",),
+    "simulate": ("simulate",),
+    "bench": ("bench",),
+    "init": ("init",),
+    "tenants": ("tenant",),
+    "keys": ("key",),
+    "usage": ("usage",),
+    "doctor": ("doctor",),
+    "logs": ("logs",),
+    "self_test": ("test",),
+}
+"""The commands of each module of this package, in the order of `--help`."""
 
 
 def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
-    """The parser of all commands. If a service is asked for, that of the services alone: a process
-    of a cluster need not import what the other commands stand on."""
+    """The parser of all commands. If the command line names a command, or a service to run, the
+    others may be missing: a process need not import what they stand on."""
     parser = argparse.ArgumentParser(
         prog="lambdascale",
         description="Serverless LLM inference that scales in the time it takes to move the "
@@ -30,61 +51,20 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    only_services = run_service.is_asked_for(argv)
-    if not only_services:
-        _add_commands(commands)
+    asked = argv[0] if argv else ""
+    modules = [name for name, theirs in MODULES.items() if asked in theirs]
+    is_service = run_service.is_asked_for(argv)
+    if not is_service:
+        for name in modules or MODULES:
+            importlib.import_module(f"services.cli.{name}").add_parser(commands)
+    if not (is_service or modules):
+        completion.add_parser(commands, make_parser)
     services = run_service.add_parsers(commands)
-    if not only_services:
+    if not (is_service or modules):
         from services.cli import nodes
 
         nodes.add_parsers(services["node"])
     return parser
-
-
-def _add_commands(commands: "argparse._SubParsersAction[Any]") -> None:
-    from services.cli import (
-        bench,
-        completion,
-        demo,
-        doctor,
-        events,
-        init,
-        keys,
-        logs,
-        models,
-        plan,
-        pool,
-        report,
-        simulate,
-        status,
-        tenants,
-        top,
-        up,
-        usage,
-    )
-
-    for module in (
-        demo,
-        up,
-        status,
-        top,
-        pool,
-        models,
-        events,
-        report,
-        plan,
-        simulate,
-        bench,
-        init,
-        tenants,
-        keys,
-        usage,
-        doctor,
-        logs,
-        self_test,
-    ):
-        module.add_parser(commands)
-    completion.add_parser(commands, make_parser)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

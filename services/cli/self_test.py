@@ -5,7 +5,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,8 @@ FAST = (
 """Pure cores, and shells over a bus in memory. None of them needs torch or other processes."""
 SLOW = "test_boundary.py"
 """Files among those that take too long: every handler meets every kind of failure."""
+THOROUGH = "LAMBDASCALE_TEST_THOROUGH"
+"""The tests try more where it is set (tests/support/amounts.py)."""
 KEEPS_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Images of Python often set it."""
 SOME_FAILED = 1
@@ -51,12 +53,18 @@ def add_parser(commands: "argparse._SubParsersAction[Any]") -> None:
         "in several processes. With PATHs (of tests; PATH::NAME, too) it runs those tests in one "
         "process, and checks them and the package that they are named after. All other arguments "
         "go to pytest: try -k NAME, or -x.",
-        usage="lambdascale test [-h] [--fast] [PATH ...] [PYTEST ARGUMENT ...]",
+        usage="lambdascale test [-h] [--fast | --thorough] [PATH ...] [PYTEST ARGUMENT ...]",
     )
-    parser.add_argument(
+    amount = parser.add_mutually_exclusive_group()
+    amount.add_argument(
         "--fast",
         action="store_true",
         help="only the tests that need neither torch nor other processes (a minute)",
+    )
+    amount.add_argument(
+        "--thorough",
+        action="store_true",
+        help="more seeds, examples and combinations of the same tests (takes a few times as long)",
     )
     parser.set_defaults(run=run)
 
@@ -79,13 +87,15 @@ def run(args: argparse.Namespace) -> int:
         if _start([*command, *(checked or ["."])]).wait()
     ]
     alone: list[str] = []
+    environment = {THOROUGH: "1"} if args.thorough else {}
+    pytest = ["pytest", *_pytest_arguments(args.rest, paths, fast=args.fast)]
     with (
         _start(["mypy", *checked], stdout=subprocess.PIPE) as types,
-        _start(["pytest", *_pytest_arguments(args.rest, paths, fast=args.fast)]) as tests,
+        _start(pytest, environment=environment) as tests,
     ):
         ended = tests.wait()
         if ended == SOME_FAILED and not paths:
-            alone = _pass_alone()
+            alone = _pass_alone(environment)
         if ended and not alone:
             failed.append("pytest")
         said, _ = types.communicate()  # printed at the end, not among the tests' dots
@@ -103,12 +113,13 @@ def _in_a_checkout() -> bool:
     return (ROOT / "tests").is_dir()
 
 
-def _pass_alone() -> list[str]:
+def _pass_alone(environment: Mapping[str, str]) -> list[str]:
     """The tests that failed beside others, if all of them pass when nothing runs beside them: tests
     of real processes can starve on a busy machine. Otherwise none."""
     sys.stderr.write("lambdascale: the tests that failed run again, one at a time\n")
     failed = _last_failed()
-    again = _start(["pytest", "--last-failed", "--last-failed-no-failures=none", "-q"])
+    arguments = ["--last-failed", "--last-failed-no-failures=none", "-q"]
+    again = _start(["pytest", *arguments], environment=environment)
     return [] if again.wait() else failed
 
 
@@ -129,9 +140,15 @@ def _warning(tests: Sequence[str]) -> str:
     )
 
 
-def _start(command: list[str], stdout: int | None = None) -> "subprocess.Popen[str]":
+def _start(
+    command: list[str], *, stdout: int | None = None, environment: Mapping[str, str] | None = None
+) -> "subprocess.Popen[str]":
     return subprocess.Popen(
-        [sys.executable, "-m", *command], cwd=ROOT, env=_environment(), text=True, stdout=stdout
+        [sys.executable, "-m", *command],
+        cwd=ROOT,
+        env={**_environment(), **(environment or {})},
+        text=True,
+        stdout=stdout,
     )
 
 

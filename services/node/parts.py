@@ -5,10 +5,10 @@ over a machine's own (`services.node.real_parts`) and over modelled ones in virt
 (`simulation`).
 """
 
-from collections.abc import AsyncGenerator, Iterable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Any, Protocol, Self
 
 from services.node.checkpoints.reading import Outcome, Wanted
 from services.node.checkpoints.store import Imported
@@ -29,6 +29,9 @@ from shared.messages.scaling import Pull
 from shared.messages.serving import Cancel, Submit, Tokens
 from shared.parts import Part
 from shared.story import Transition
+
+MakeAdapter = Callable[[memoryview], Any]
+"""See `services.node.engine.base`, which this does not import, as it takes torch."""
 
 
 class AnyWorker(Protocol):
@@ -54,7 +57,8 @@ class AnyWorker(Protocol):
         self, model_id: ModelId, manifest: Manifest, block: int, buffer: memoryview
     ) -> bool: ...
     async def close_model(self, model_id: ModelId, *, asleep: bool = False) -> None: ...
-    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None: ...
+    async def expect_adapter(self, manifest: Manifest) -> MakeAdapter: ...
+    async def adapt(self, name: ModelId, make: MakeAdapter, buffer: memoryview) -> None: ...
     async def drop_adapter(self, name: ModelId) -> None: ...
     async def submit(self, submit: Submit) -> None: ...
     async def story(self, subject: str) -> tuple[Transition, ...]: ...

@@ -5,7 +5,8 @@ from pathlib import Path
 
 from services.node.checkpoints.store import Store
 from services.node.engine.budget import kv_budget
-from services.node.engine.engine import TorchEngine, torch_device
+from services.node.engine.devices import torch_device
+from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.engine.rehearsal import measure, tried
 from services.node.execution.worker import Worker
@@ -48,7 +49,7 @@ class RealParts:
         config = self._config
         degrees = self._degrees(device)
         ranks = Ranks(degrees, memory) if degrees else None
-        return Worker(
+        worker = Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
                 config.device,
@@ -74,6 +75,9 @@ class RealParts:
             worth=listener.worth,
             broken=lambda: ranks.broken if ranks else "",
         )
+        if ranks is not None:
+            ranks.on_loss = worker.regroup
+        return worker
 
     def _degrees(self, device: DeviceArena | None) -> tuple[int, ...]:
         """For how many processes there are teams of ranks."""

@@ -97,8 +97,8 @@ class Submit(Message, frozen=True, kw_only=True, tag="submit"):
     of them do."""
     kv_from: tuple[Stage, ...] = ()
     """The path of the attempt that this one takes over from. The node may copy the KV from there
-    instead of computing it anew. Ok then comes once it has done so, or has given it up, and the
-    attempt before has ended if the KV came."""
+    instead of computing it anew. Ok then comes once the attempt before has ended, or does not end
+    in time. SourceLost: a node of that path was lost."""
     gateway: GatewayId
     model_id: ModelId
     instance: InstanceId

@@ -19,6 +19,7 @@ from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from shared.ids import NodeId
 from tests.support.cluster import LIMIT_S
+from tests.support.compilers import quick_compiler
 
 NODES = tuple(map(NodeId, ("compiler", "first", "second")))
 
@@ -78,12 +79,13 @@ def libraries(cache: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The cache folder of a node that found it empty and had a compiler (10 s of a processor)."""
+    """The cache folder of a node that found it empty and had a compiler."""
     directory = tmp_path_factory.mktemp("compiled")
+    path = quick_compiler(directory / "bin")
 
     async def compile_all() -> Path:
         async with served(directory) as bus:
-            with node(directory, "compiler", bus) as cache:
+            with node(directory, "compiler", bus, PATH=path) as cache:
                 await joined(bus, "compiler")
                 return cache
 

@@ -77,20 +77,37 @@ async def test_each_model_has_a_degree_of_its_own(
             assert first.error == second.error == ""
             assert [first.tokens] == oracle.tokens([prompt], 20)
             assert [second.tokens] == of_other.tokens([prompt], 20)
-        measured = await division(up, up.record.model_id)
+        (measured,) = await divisions(up, up.record.model_id)
         assert re.search(r"^[12] process.* it: .* ms with 1, .* ms with 2$", measured)
-        assert (await division(up, other.model_id)).startswith(
-            "1 process runs it: it has 1 KV head"
-        )
+        (alone_since,) = await divisions(up, other.model_id)
+        assert alone_since.startswith("1 process runs it: it has 1 KV head")
+
+        # Without the rank, the node goes on: the same process, with one process for each model.
+        pid, (rank,) = up.pid("node-0"), ranks_of(up.pid("node-0"))
+        os.kill(rank, signal.SIGKILL)
+        async with asyncio.timeout(LIMIT_S):
+            told = await divisions(up, other.model_id, least=2)
+        lost = f"its rank 1 (process {rank}) ended with signal 9"
+        assert told[-1] == f"1 process runs it: no others are left, since {lost}"
+        assert (await divisions(up, up.record.model_id))[-1] == told[-1]
+        for prompt in prompts(2, TINY.vocab_size):
+            first, second = await asyncio.gather(up.ask(prompt, 20), up.ask(prompt, 20, name))
+            assert first.error == second.error == ""
+            assert [first.tokens] == oracle.tokens([prompt], 20)
+            assert [second.tokens] == of_other.tokens([prompt], 20)
+        assert up.pid("node-0") == pid
+        assert ranks_of(pid) == []
 
 
-async def division(up: Running, model: ModelId) -> str:
-    """What the node says about the number of processes that run the model."""
-    told = await up.bus.request(
-        subjects.node_story(NodeId("node-0")), StoryQuery(subject=model), Told, timeout=60.0
-    )
-    (text,) = (each.text for each in told.steps if " it: " in each.text)
-    return text
+async def divisions(up: Running, model: ModelId, least: int = 1) -> list[str]:
+    """What the node has said about the number of processes that run the model, oldest first, once
+    it has said so much."""
+    subject, said = subjects.node_story(NodeId("node-0")), list[str]()
+    while len(said) < least:
+        told = await up.bus.request(subject, StoryQuery(subject=model), Told, timeout=60.0)
+        said = [each.text for each in told.steps if " it: " in each.text]
+        await asyncio.sleep(0.05)
+    return said
 
 
 async def test_every_token_is_exact(tmp_path: Path, checkpoint: Path, oracle: Oracle) -> None:

@@ -10,6 +10,7 @@ from services.planner.core.costs import arrival_times
 from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
 from services.planner.core.multicast.schedule import Move, by_step, check_moves
 from services.planner.core.multicast.strategies import strategy
+from tests.support.amounts import examples
 
 NAMES = ("binomial", "head", "chain", "taps", "tree")
 
@@ -87,7 +88,7 @@ def checked(case: Case) -> tuple[Move, ...]:
 
 
 @given(cases())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_newcomers_complete_and_nobody_else_is_late(case: Case) -> None:
     moves = checked(case)
     alone = arrival_times(case.running, case.task)
@@ -97,7 +98,7 @@ def test_newcomers_complete_and_nobody_else_is_late(case: Case) -> None:
 
 
 @given(cases(equal=True))
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_on_equal_links_the_steps_are_bounded(case: Case) -> None:
     moves = checked(case)
     steps = [move.step for move in case.running]
@@ -116,7 +117,7 @@ def broken(draw: st.DrawFn) -> Case:
 
 
 @given(broken())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_what_a_broken_connection_was_to_bring_comes_otherwise_and_nobody_waits_in_a_circle(
     case: Case,
 ) -> None:

@@ -12,12 +12,13 @@ from shared.messages.serving import (
     Sampling,
     Submit,
 )
+from tests.support.amounts import examples
 from tests.support.schedulers.engine import MODELS, NODES
 from tests.support.schedulers.happenings import SOME_PATHS, a_move, a_submit, happen
 from tests.support.schedulers.network import Network
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_every_attempt_ends_once_and_leaves_nothing(data: st.DataObject) -> None:
     capacity = st.sampled_from([1000, 32, 48])
@@ -37,7 +38,7 @@ def test_every_attempt_ends_once_and_leaves_nothing(data: st.DataObject) -> None
         assert (node.batcher.running, node.batcher.waiting) == (0, 0)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.data())
 def test_without_losses_every_attempt_ends_with_its_last_token(data: st.DataObject) -> None:
     network = Network(dict.fromkeys(NODES, 1000), data.draw(SOME_PATHS))
@@ -56,7 +57,7 @@ def test_without_losses_every_attempt_ends_with_its_last_token(data: st.DataObje
     assert not network.failed
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(25), deadline=None)
 @given(st.data())
 def test_what_runs_moves_with_its_kv_and_no_token_is_lost(data: st.DataObject) -> None:
     network = Network(dict.fromkeys(NODES, 1000), data.draw(SOME_PATHS))

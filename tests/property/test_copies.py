@@ -15,6 +15,7 @@ from services.registry.core.pool import CopyDropped, Effect, Pool
 from shared.ids import ModelId, NodeId
 from shared.messages.copies import Leave
 from shared.messages.pool import CopyProgress, Holding, ModelRecord, NodeInfo, NodeStatus, Tier
+from tests.support.amounts import examples
 from tests.unit.registry.builders import MODEL, OTHER, info, record
 
 AFTER_S = 20.0
@@ -245,5 +246,7 @@ class Copies(RuleBasedStateMachine):
         return sum((known.model_id, tier) in node.has for node in self.nodes.values())
 
 
-Copies.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+Copies.TestCase.settings = settings(
+    max_examples=examples(25), stateful_step_count=30, deadline=None
+)
 TestCopies = Copies.TestCase

@@ -28,6 +28,7 @@ from services.planner.core.outlook import (
 )
 from services.planner.core.paths import plan_paths
 from services.planner.core.replan import repair_soonest
+from tests.support.amounts import examples
 from tests.unit.planner.step_model import replay
 
 RATES = st.sampled_from([10.0, 40.0, 100.0])
@@ -182,7 +183,7 @@ def test_on_equal_links_the_closed_forms_are_exact(
     st.sampled_from(CANDIDATES),
     st.booleans(),
 )
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(40))
 def test_no_schedule_serves_more_meanwhile_than_the_bound_on_equal_links(
     nodes: int, blocks: int, sources: int, chunk_bytes: int, name: str, sources_run: bool
 ) -> None:
@@ -220,7 +221,7 @@ def test_floors_on_equal_links_are_no_higher_than_what_they_stand_for(task: Task
 
 
 @given(tasks())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(40))
 def test_nothing_that_was_considered_is_better_than_the_choice(task: Task) -> None:
     choice = chosen(task)
     best = choice.considered[0]
@@ -242,7 +243,7 @@ def test_nothing_that_was_considered_is_better_than_the_choice(task: Task) -> No
 
 
 @given(tasks())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(40))
 def test_the_chosen_moves_bring_every_block_once(task: Task) -> None:
     moves = [*chosen(task).moves(task.blocks)]
     assert sorted((m.dst, m.block) for m in moves) == [
@@ -279,7 +280,7 @@ def test_paths_never_serve_more_than_the_bound(
 
 
 @given(tasks(), st.data())
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=examples(40))
 def test_a_repair_on_any_links_completes_all_without_the_reluctant_where_it_can(
     task: Task, data: st.DataObject
 ) -> None:

@@ -90,3 +90,14 @@ def test_a_model_that_one_process_runs_says_why() -> None:
     divided = choose(Shape(2, 10**9, 2), fast)
     assert divided.degree == 2
     assert divided.why.endswith("1e+03 ms with 1, 500 ms with 2")
+
+
+@given(shapes, measurements(), st.integers(1, 8))
+def test_what_is_left_after_a_loss_is_chosen_by_the_same_costs(
+    shape: Shape, measured: list[Costs], most: int
+) -> None:
+    left = [costs for costs in measured if costs.degree <= most]
+    choice = choose(shape, left, "a rank ended")
+    assert choice.degree == choose(shape, left).degree
+    if len(left) == 1 and not shape.alone:
+        assert choice == Choice(1, "no others are left, since a rank ended")

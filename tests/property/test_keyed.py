@@ -27,6 +27,7 @@ from shared.errors import BusTimeout, Conflict
 from shared.ids import GatewayId, ModelId
 from shared.story import Story
 from simulation.checked import CheckedAnswer
+from tests.support.amounts import examples
 
 CHOICES = 2
 LENGTHS = (9, 5)
@@ -291,6 +292,6 @@ class KeyedLong(Keyed):
 
 
 TestKeyed = Keyed.TestCase
-TestKeyed.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKeyed.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestKeyedLong = KeyedLong.TestCase
-TestKeyedLong.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestKeyedLong.settings = settings(max_examples=examples(25), stateful_step_count=40, deadline=None)

@@ -7,6 +7,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.node.core.kv_slabs import Slabs
 from shared.ids import ModelId
+from tests.support.amounts import examples
 
 COUNT = 24
 NAMES = [ModelId(name) for name in "abcd"]
@@ -129,4 +130,4 @@ class Machine(RuleBasedStateMachine):
 
 
 TestSlabs = Machine.TestCase
-TestSlabs.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+TestSlabs.settings = settings(max_examples=examples(80), stateful_step_count=40, deadline=None)

@@ -10,6 +10,7 @@ from services.planner.core.events import TERMINAL
 from services.planner.core.ledger import ledger, tiles
 from shared.ids import NodeId
 from shared.messages.scaling import EventRecord, EventState, Growth, Repair, Timings
+from tests.support.amounts import examples
 from tests.unit.planner.records import event
 
 DECIDED_NS = 10**18
@@ -41,7 +42,7 @@ def records(draw: st.DrawFn) -> EventRecord:
 
 @given(records())
 @example(event(decided_ns=DECIDED_NS, state=EventState.COMPLETE))
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=examples(400), deadline=None)
 def test_phases_leave_no_gap_and_do_not_overlap_and_each_is_in_the_ledger_once(
     record: EventRecord,
 ) -> None:

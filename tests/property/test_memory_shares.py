@@ -28,6 +28,7 @@ from shared.messages.pool import (
     Sources,
     Tier,
 )
+from tests.support.amounts import examples
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model, settings, thought
 
 NODES = ("a", "b")
@@ -211,4 +212,4 @@ class MemoryShares(RuleBasedStateMachine):
 
 
 TestMemoryShares = MemoryShares.TestCase
-TestMemoryShares.settings = limits(max_examples=10, stateful_step_count=15, deadline=None)
+TestMemoryShares.settings = limits(max_examples=examples(8), stateful_step_count=15, deadline=None)

@@ -31,6 +31,7 @@ from shared.messages.pool import (
 )
 from shared.messages.scaling import ApplyPlan, BlockArrived, PeerSuspect, PullFailed, SetInstances
 from simulation.instance_sets import of_set
+from tests.support.amounts import examples
 from tests.unit.planner.driver import EVERY, WALL_NS, Driver, info, settings, thought
 from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
 
@@ -363,4 +364,4 @@ class PlannerMachine(RuleBasedStateMachine):
 
 
 TestPlanner = PlannerMachine.TestCase
-TestPlanner.settings = limits(max_examples=25, stateful_step_count=30, deadline=None)
+TestPlanner.settings = limits(max_examples=examples(12), stateful_step_count=30, deadline=None)

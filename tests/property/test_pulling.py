@@ -45,6 +45,7 @@ from shared.errors import (
 )
 from shared.ids import EventId, NodeId
 from shared.messages.scaling import Pull
+from tests.support.amounts import examples
 
 SOURCES = [NodeId(name) for name in "abc"]
 ADDRESSES = {source: f"mem://{source}" for source in SOURCES}
@@ -240,7 +241,7 @@ class Mover(RuleBasedStateMachine):
 
 
 TestMover = Mover.TestCase
-TestMover.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
+TestMover.settings = settings(max_examples=examples(40), stateful_step_count=60, deadline=None)
 
 
 def test_a_pull_that_ended_cannot_end_again() -> None:

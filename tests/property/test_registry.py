@@ -19,6 +19,7 @@ from shared.messages.pool import (
     Tier,
     Unreserve,
 )
+from tests.support.amounts import examples
 from tests.unit.registry.builders import MODEL, info, record, reserve, status
 
 NODES = st.sampled_from([NodeId("a"), NodeId("b"), NodeId("c")])
@@ -195,5 +196,7 @@ class Cluster(RuleBasedStateMachine):
         assert whole <= set(copies.disk)
 
 
-Cluster.TestCase.settings = settings(max_examples=80, stateful_step_count=40, deadline=None)
+Cluster.TestCase.settings = settings(
+    max_examples=examples(50), stateful_step_count=40, deadline=None
+)
 TestCluster = Cluster.TestCase

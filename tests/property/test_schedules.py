@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from services.planner.core.paths import WeightedPath, plan_paths
 from services.planner.core.pricing import loads
 from services.planner.core.replan import repair
+from tests.support.amounts import examples
 from tests.unit.planner.step_model import capacity_bound, least_steps, replay
 
 
@@ -93,7 +94,7 @@ def test_planning_again_soon_changes_nothing(case: tuple[list[frozenset[int]], i
 
 
 @given(st.integers(0, 1 << 32), st.integers(0, 1 << 32))
-@settings(max_examples=15)
+@settings(max_examples=examples(10))
 def test_paths_over_classes_of_nodes_are_feasible(seed: int, other: int) -> None:
     held, blocks = many_holdings(seed)
     previous = plan_paths(*many_holdings(other), max_stages=3)

@@ -19,6 +19,7 @@ from services.gateway.core.requests import Request
 from shared.ids import NodeId
 from shared.messages.instances import Instance, InstanceState
 from shared.slots import Account, weight
+from tests.support.amounts import examples
 from tests.support.coupled import BLOCKS, TIMEOUT_S, Gateway, Pool, instance
 
 NODES, SLOTS = 4, 2
@@ -254,4 +255,4 @@ class Slots(RuleBasedStateMachine):
 
 
 TestSlots = Slots.TestCase
-TestSlots.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestSlots.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

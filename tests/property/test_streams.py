@@ -45,6 +45,7 @@ from shared.messages.serving import (
     Token,
     Tokens,
 )
+from tests.support.amounts import examples
 
 MODEL, NAME = ModelId("m0"), ModelName("m")
 CHUNKS = 64, 40, 1
@@ -389,4 +390,4 @@ def instance(number: int, state: InstanceState, slots: int) -> Instance:
 
 
 TestStreams = Streams.TestCase
-TestStreams.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestStreams.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)

@@ -5,6 +5,7 @@ Every other simulated event is checked against its record, faults or not
 """
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 
@@ -16,6 +17,7 @@ from simulation.cluster import PLANNER, REGISTRY, ClusterSpec
 from simulation.faults import ClockJump, Fault, Restart
 from simulation.scenario import Arrival, Scenario
 from tests.sim.test_faults import SPEC
+from tests.support.amounts import cases
 
 AT = 3.0
 SHARE = 0.999
@@ -35,9 +37,13 @@ def of_burst(verdict: Verdict) -> tuple[float, EventRecord]:
     )
 
 
-@pytest.mark.parametrize("min_instances", [0, 1])
-@pytest.mark.parametrize("nodes", [2, 3, 8])
-@pytest.mark.parametrize("blocks", [1, 16])
+@pytest.mark.parametrize(
+    ("nodes", "blocks", "min_instances"),
+    cases(
+        [(2, 1, 1), (3, 16, 0), (8, 16, 1)],
+        thorough=product((2, 3, 8), (1, 16), (0, 1)),
+    ),
+)
 def test_a_bursts_event_is_accounted_for_from_its_first_request_to_its_last_node(
     nodes: int, blocks: int, min_instances: int
 ) -> None:
@@ -52,8 +58,13 @@ def test_a_bursts_event_is_accounted_for_from_its_first_request_to_its_last_node
     assert SHARE * whole <= accounted <= whole
 
 
-@pytest.mark.parametrize("process", [PLANNER, REGISTRY, "node-0", "node-1"])
-@pytest.mark.parametrize("by_s", [3600.0, -3600.0, 1.5, -1.5])
+@pytest.mark.parametrize(
+    ("process", "by_s"),
+    cases(
+        [(PLANNER, -3600.0), (REGISTRY, 1.5), ("node-0", 3600.0), ("node-1", -1.5)],
+        thorough=product((PLANNER, REGISTRY, "node-0", "node-1"), (3600.0, -3600.0, 1.5, -1.5)),
+    ),
+)
 def test_an_event_is_accounted_for_although_a_clock_jumps_while_it_runs(
     process: str, by_s: float
 ) -> None:

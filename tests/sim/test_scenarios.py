@@ -8,9 +8,10 @@ import pytest
 from simulation import seeds
 from simulation.chaos import play
 from simulation.scenario import scenario
+from tests.support.amounts import amount
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(amount(8, thorough=100)))
 def test_invariants_hold(seed: int) -> None:
     played = scenario(seed)
     violations = play(played).violations

@@ -19,6 +19,7 @@ from simulation.cluster import PLANNER
 from simulation.faults import Crash, Fault, Restart, Whom
 from simulation.scenario import Arrival, Scenario
 from tests.sim.test_faults import SPEC
+from tests.support.amounts import cases
 
 LAPTOP = SPEC.hardware
 SLOW = replace(
@@ -80,7 +81,7 @@ def test_requests_that_stay_end_where_they_are_however_long_that_takes(stays: St
     assert set(stays.resumed) <= {"moved"}, "only those without KV leave"
 
 
-@pytest.mark.parametrize("node", ["node-0", "node-1"])
+@pytest.mark.parametrize("node", cases(["node-1"], thorough=["node-0"]))
 def test_a_node_dies_while_requests_stay_on_a_path_over_it(stays: Stays, node: str) -> None:
     told = moving(log_of(Crash(at=20, lasts=6, whom=Whom(None, node))))
     assert told[0] < 20 < told[-1]

@@ -18,6 +18,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Context,
+    MakeAdapter,
     PartResult,
     Row,
     Rules,
@@ -242,16 +243,22 @@ class HashEngine(NoHostTier):
     def division(self, model_id: ModelId) -> str:
         return ""
 
+    def regroup(self) -> Iterator[None]:
+        return iter(())
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return iter(())
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         self.attached[model_id].add(block)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         raise UnsupportedModel("there are no adapters here")
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
+        """There is none."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
         """There is none."""
 
     def drop_adapter(self, name: ModelId) -> None:

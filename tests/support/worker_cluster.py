@@ -93,7 +93,7 @@ class Cluster:
     def __init__(
         self,
         manifest: Manifest,
-        buffers: Sequence[bytearray],
+        buffers: Sequence[bytearray | memoryview],
         make_engine: Callable[[int], Engine],
     ) -> None:
         self._manifest = manifest
@@ -203,7 +203,7 @@ async def cluster(
     kv_capacity: Mapping[str, int] = MappingProxyType({}),
     holds: Mapping[str, Collection[int]] = MappingProxyType({}),
     manifest: Manifest = HASH_MODEL,
-    buffers: Sequence[bytearray] = (bytearray(),) * BLOCKS,
+    buffers: Sequence[bytearray | memoryview] = (bytearray(),) * BLOCKS,
     make_engine: Callable[[int], Engine] = HashEngine,
 ) -> AsyncIterator[Cluster]:
     """`holds`: the blocks of nodes that do not hold all."""

@@ -8,7 +8,7 @@ from services.gateway.core.commands import End, Resumed, Send
 from services.gateway.core.fair_queue import FairQueue
 from services.gateway.core.ledger import Ledger
 from services.gateway.core.metering import Meter
-from services.gateway.core.requests import Left, Move, Request, State
+from services.gateway.core.requests import Move, Request, State
 from services.gateway.core.routes import Route
 from services.gateway.core.table import Table
 from shared.errors import LambdaScaleError, NotFound
@@ -61,7 +61,7 @@ class Attempts:
         move = request.move
         assert move is not None
         self.withdraw(source, request)
-        request.left = Left(source.nodes, source.beyond(request, now))
+        request.leave(source.nodes, source.beyond(request, now))
         self._end(source, request, request.charge, request.prefill)
         cause = self._ledger.cause
         self._out.append(Resumed(self._name, reason, f"to {move.instance}", cause=cause))

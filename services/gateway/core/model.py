@@ -33,6 +33,7 @@ from shared.errors import (
     NoResponders,
     NotFound,
     NotReady,
+    SourceLost,
     StaleEpoch,
 )
 from shared.ids import InstanceId, ModelId, ModelName, NodeId
@@ -109,8 +110,11 @@ class Model:
         """Takes in a set. An instance on which requests run leaves the set of the same planner only
         if a node of it fails. Another planner may name instances otherwise."""
         same_planner = new.epoch == self.table.version[0]
-        give_back = self._suspects.break_off if same_planner else self._setbacks.give_back
-        give_back(self.table.apply(new), "left the set", now)
+        gone, why = self.table.apply(new), "left the set"
+        if same_planner:
+            self._suspects.break_off(gone, why, now)
+        else:
+            self._begin_anew(gone, why, now)
         self._suspects.seen(stage.node for each in new.instances for stage in each.stages)
         if self.table.version == (new.epoch, new.revision):
             self.turns.hear(new.coming, now)
@@ -142,8 +146,13 @@ class Model:
     def begin_again(self, why: str, now: float) -> None:
         """Ends every attempt. The requests go back to the queue, and to instances as those take
         them."""
-        self._setbacks.give_back(self.table.routes.values(), why, now)
+        self._begin_anew(self.table.routes.values(), why, now)
         self.dispatch(now)
+
+    def _begin_anew(self, routes: Collection[Route], why: str, now: float) -> None:
+        """Ends every attempt on these routes, on which nodes may have died."""
+        self._suspects.doubt(routes, why, now)
+        self._setbacks.give_back(routes, why, now)
 
     def score(self, request: Request, scores: Scores, now: float) -> None:
         """Takes the log probabilities of the next tokens of the request's prompt."""
@@ -243,6 +252,8 @@ class Model:
             elif not isinstance(error, NO_FAULT):
                 self._breakers.failed(route, request, str(error), now)
             self._setbacks.over(request, attempt, route, reason, str(error), now)
+            if moves and isinstance(error, SourceLost):
+                self._ask_again(request, now)
 
     def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
         """A token of the attempt is missing."""
@@ -301,11 +312,15 @@ class Model:
                 if request.asked_at is None:
                     patience = min(patience, SILENCE_S)
                 if now - (request.asked_at or request.progress_at) >= patience:
-                    request.asked_at = now
-                    self._attempts.ask(route, request)
+                    self._ask_again(request, now)
         self.dispatch(now)
         if self.checked and not self.queue:
             self._checks.look(now)
+
+    def _ask_again(self, request: Request, now: float) -> None:
+        """Asks the leader of the request's attempt whether it goes on."""
+        request.asked_at = now
+        self._attempts.ask(self._attempts.route(request), request)
 
     def dispatch(self, now: float) -> list[Judged]:
         """Gives out the slots that are free now: first to those that wait for their first token.

@@ -69,12 +69,12 @@ class Move:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """An attempt that another one has taken over from."""
+    """Attempts that were ended, though no node of theirs had been seen to fail."""
 
     nodes: frozenset[NodeId]
-    """Where it ran."""
+    """Where they ran."""
     before: int
-    """The index of a token that it has surely not come to."""
+    """The index of a token that they have surely not come to."""
 
 
 @dataclass(slots=True, eq=False)
@@ -140,7 +140,9 @@ class Request:
     move: Move | None = None
     """Set exactly in MOVING."""
     left: Left | None = None
-    """The last attempt that a move has ended."""
+    """The last attempts that were ended because the request moved, or because its instance left the
+    set and no node of it was seen to fail. It has not come to `left.before` yet, or had not when it
+    left."""
     submissions: int = 0
     """How many attempts were submitted. Each has the next number."""
     submitted_at: float = 0.0
@@ -175,6 +177,12 @@ class Request:
     def suspect(self) -> bool:
         """Whether it may be what killed a node. A suspect runs only alone."""
         return self.cleared_at is not None
+
+    def leave(self, nodes: frozenset[NodeId], before: int) -> None:
+        """An attempt over these nodes was ended. See Left."""
+        if self.left is not None and self.due < self.left.before:
+            nodes, before = nodes | self.left.nodes, max(before, self.left.before)
+        self.left = Left(nodes, before)
 
     @property
     def alone_until(self) -> int:

@@ -62,6 +62,7 @@ class Setbacks:
                 elif request.move is not None:
                     self._attempts.take_over(route, request, "gone", now)
                 else:
+                    request.leave(route.nodes, route.beyond(request, now))
                     self._attempts.take_off(route, request, detail, now)
                     orphans.append(request)
         self.requeue(orphans, "gone", detail)

@@ -27,7 +27,9 @@ are suspects. Each goes on at once, but alone:
   a trial is short: such refusals make no longer pauses, neither for the instance nor for the
   request.
 - A request that has just moved away from the node, and does not have these tokens yet, is a suspect
-  too: the node may not have heard in time that the request had left.
+  too: the node may not have heard in time that the request had left. So is a request that had to
+  begin anew because another planner does not know its instance, or because the gateway has lost its
+  id. Nodes may have died of it while nobody looked, so the gateway asks which of them live.
 
 What looks like a death may be a cut link or a paused process. That makes suspects too, since they
 lose little by it. But a suspect is refused only if its node had said that it has the request (on a
@@ -39,10 +41,17 @@ path: after all other nodes had said that they have room for it, so that none wa
 
 A node that is found dead gets nothing more. Otherwise its one death would count twice.
 
-So a request that kills whatever runs it kills two nodes; three if one of them died while its
-gateway could not hear it, because the bus was away. That node may have drawn more than MOST_UNHEARD
-tokens in vain, and then the request is cleared too early. It would have to run alone for much
-longer, and so would every other suspect. And if two requests that kill ran on one node, the second
+So a request that kills whatever runs it kills two nodes. It kills three
+
+- if one of them died while its gateway could not hear it, because the bus was away. That node may
+  have drawn more than MOST_UNHEARD tokens in vain, and then the request is cleared too early. It
+  would have to run alone for much longer, and so would every other suspect.
+- if it moved from one to the other just before its gateway heard that the first had died. It is
+  blamed for both, and so may others be that moved with it, here or at other gateways. So only a
+  trial says which of them it was. What moves with its KV never runs on two nodes
+  (`services.node.core.handover`); what has no token yet may.
+
+And if two requests that kill ran on one node, the second
 is cleared when the first is refused, so it kills one node more.
 """
 
@@ -98,20 +107,28 @@ class Suspects:
         nodes = frozenset(dead).union(*(route.nodes for route in gone if route.requests))
         ran = [(request, route) for route in gone for request in reversed(route.requests.values())]
         ran.sort(key=_turns([request for request, _ in ran]))
+        deaths = {self._lost(route.nodes, dead) for _, route in ran}
         for request, route in ran:
             self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
-        broke = [request for request, _ in ran]
-        for route in list(self._table.routes.values()) if nodes else ():
-            for request in list(route.runs()):
-                if _has_just_left(request, nodes):
-                    self._break_off_there(request, route, why, now, dead)
-                    broke.append(request)
-        self._ask_who_died(broke)
+        for request in self._requests() if nodes else ():
+            if left := _left(request, nodes):
+                death = self._lost(left, dead)
+                deaths |= {death} - request.blamed
+                self._broke_there(request, death, why, now)
+        self._ask_who_died(death for death in deaths if len(death) > 1)
 
-    def _ask_who_died(self, broke: Iterable[Request]) -> None:
-        """When a path or a group breaks off, one of its nodes has died, and most of them live. This
-        asks which nodes are dead."""
-        deaths = [death for each in broke for death in each.blamed if len(death) > 1]
+    def doubt(self, gone: Collection[Route], why: str, now: float) -> None:
+        """What ran on these routes is to begin anew, and nobody knows whether nodes died. Another
+        planner does not name these routes, say: some died while there was none, or it names its
+        instances in another way. Those that were no suspects will have left (`Request.left`)."""
+        self._ask_who_died(route.nodes for route in gone if any(route.runs()))
+        for route in gone:
+            for request in [each for each in route.runs() if each.suspect and each.begun]:
+                self.broke(request, route, "gone", LambdaScaleError(why), now, doubted=True)
+
+    def _ask_who_died(self, deaths: Iterable[frozenset[NodeId]]) -> None:
+        """Asks which of these nodes are dead. Of a path or a group that breaks off, one has died,
+        and most of them live."""
         if nodes := sorted(frozenset[NodeId]().union(*deaths)):
             ask = AskWhoDied(self._model_id, tuple(nodes), cause=self._ledger.cause)
             self._ledger.out.append(ask)
@@ -123,18 +140,24 @@ class Suspects:
             request.blamed = frozenset(death & dead or death for death in request.blamed)
             self._clear_if_explained(request)
 
-    def _break_off_there(
-        self, request: Request, route: Route, why: str, now: float, dead: Collection[NodeId]
+    def _broke_there(
+        self, request: Request, death: frozenset[NodeId], why: str, now: float
     ) -> None:
-        """The request is a suspect, but not for what happened on `route`."""
+        """The request is a suspect for what happened where it was before."""
+        request.blamed |= {death}
+        if request.suspect:
+            return
+        running = request.running
+        if running:
+            route = self._attempts.route(request)
+            if request.move is not None:
+                self._attempts.stay(self._table.routes[request.move.instance], request, why)
+            self._attempts.take_off(route, request, why, now)
         assert request.left is not None
-        if request.move is not None:
-            self._attempts.stay(self._table.routes[request.move.instance], request, why)
-        self._attempts.take_off(route, request, why, now)
         request.cleared_at, request.surely = request.left.before, True
-        request.blamed |= {self._lost(request.left.nodes, dead)}
         self._clear_if_explained(request)
-        self._requeue([request], "gone", why)
+        if running:
+            self._requeue([request], "gone", why)
 
     def broke(
         self,
@@ -144,27 +167,32 @@ class Suspects:
         error: LambdaScaleError,
         now: float,
         dead: Collection[NodeId] = (),
+        *,
+        doubted: bool = False,
     ) -> None:
         """The request's attempt on `route` broke off: a node may have died (of `dead` it is known),
-        or its engine failed (EngineFailed: it says so itself)."""
+        or its engine failed (EngineFailed: it says so itself). `doubted`: nothing speaks for it but
+        that the route is gone."""
         why = str(error)
         if request.move is not None:
             self._attempts.stay(self._table.routes[request.move.instance], request, why)
         # What killed the node before the request had come there is not known.
         tried = request.suspect and (request.begun or isinstance(error, EngineFailed))
+        known = request.suspect and request.surely
         self._attempts.take_off(route, request, why, now)
         request.tried = tried
         failed = isinstance(error, EngineFailed)
-        if failed or reason == "gone":
+        died = reason == "gone" and not doubted
+        if failed or died:
             request.blamed |= {self._lost(route.nodes, dead)}
         if request.tried and failed and request.surely:
             self._convict(request, why)
             return
         if failed or not request.tried:  # else the answer says it
-            request.surely = failed or reason == "gone"
+            request.surely = known or failed or died
         if not request.tried:
             request.cleared_at = route.beyond(request, now)
-        if request.tried or reason != "gone":
+        if request.tried or not died:
             self._ask(request, route)
         self._clear_if_explained(request)
         self._requeue([request], reason, why)
@@ -230,9 +258,12 @@ class Suspects:
         cleared = [each for each in self._suspects() if self._clear_if_of(each, known)]
         return bool(cleared)
 
-    def _suspects(self) -> list[Request]:
+    def _requests(self) -> list[Request]:
         requests = self._ledger.requests.values()
-        return [each for each in requests if each.model_id == self._model_id and each.suspect]
+        return [each for each in requests if each.model_id == self._model_id]
+
+    def _suspects(self) -> list[Request]:
+        return [each for each in self._requests() if each.suspect]
 
     def seen(self, nodes: Iterable[NodeId]) -> None:
         """Instances lead over these nodes: if they had died, they are back."""
@@ -271,13 +302,11 @@ def _turns(requests: Sequence[Request]) -> Callable[[tuple[Request, Route]], tup
     return lambda each: (streams_first and bool(each[0].tokens), -len(each[0].tokens))
 
 
-def _has_just_left(request: Request, nodes: Collection[NodeId]) -> bool:
-    """Whether the request may have killed one of these nodes, from which it moved away. If it did,
-    it will again before it has the tokens that its attempt there may have come to."""
+def _left(request: Request, nodes: frozenset[NodeId]) -> frozenset[NodeId]:
+    """Those of these nodes that the request left, and may have killed. If it killed them, it will
+    again before it has the tokens that its attempts there may have come to."""
     left = request.left
-    if left is None or request.suspect or request.due >= left.before:
-        return False
-    return not left.nodes.isdisjoint(nodes)
+    return left.nodes & nodes if left and request.due < left.before else frozenset()
 
 
 def _refusal(why: str) -> RequestKillsNodes:

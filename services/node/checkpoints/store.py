@@ -45,6 +45,7 @@ from services.node.checkpoints.reading import (
     read_together,
 )
 from services.node.memory.arena import PAGE
+from services.node.memory.recycled import Recycled
 from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
@@ -52,6 +53,9 @@ from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
 _MODEL_ID = re.compile(r"[0-9a-f]{32}")
 _FILES = "files"
 _UNFINISHED = ".unfinished-"
+LENT = 4
+"""So many pieces' memory is kept for the next ones: new memory takes longer to find than to
+fill."""
 _log = structlog.get_logger(__name__)
 
 
@@ -75,6 +79,7 @@ class Store:
         self._verified: dict[ModelId, Manifest] = {}
         # Threads of its own: a disk that hangs must not take those that others wait for.
         self._lending = ThreadPoolExecutor(DEPTH, thread_name_prefix="lend")
+        self._pieces = Recycled(LENT)
 
     def import_checkpoint(
         self, path: Path, *, blocks: int = 0, progress: Progress | None = None
@@ -183,7 +188,7 @@ class Store:
         if chunks[-1] >= manifest.n_chunks(block):
             raise NotFound(f"block {block} of model {name} has no chunk {chunks[-1]}")
         _, nbytes = manifest.run_range(block, chunks)
-        into, spare = (memoryview(mmap.mmap(-1, size)) for size in (nbytes, PAGE))
+        into, spare = self._pieces.take(nbytes).memory, memoryview(mmap.mmap(-1, PAGE))
         read_run(self._block_files, self._directory(name), manifest, block, chunks, into, spare)
         return into
 

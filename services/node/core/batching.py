@@ -145,7 +145,7 @@ class Batcher:
             case KvAsk():
                 return self._lend(message)
             case KvHere():
-                return self._leader.kv_here(message)
+                return self._leader.takings.here(message)
             case KvDone(region):
                 return [Return(region, cause=self._handled.cause)]
             case Yield():
@@ -169,7 +169,7 @@ class Batcher:
         """KV has come from another node, or could not be had."""
         self._handled.cause = bring.cause
         done = Send(bring.address, KvDone(bring.here.region), cause=bring.cause)
-        return [done, *self._leader.kv_brought(bring, right=right)]
+        return [done, *self._leader.takings.brought(bring, right=right)]
 
     def unsettled(self, key: SequenceKey) -> bool:
         """Whether a `Settled` of the sequence will follow."""

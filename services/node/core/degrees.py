@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 GAIN = 1.1
 """A larger number of processes has to be faster by this factor than a smaller one. Measurements are
-not exact, and each further process makes a loss of the node's weights a little more likely."""
+not exact, and each further process makes it a little more likely that one of them ends."""
 MOST = 8
 """Processes. Each takes some 200 MB."""
 
@@ -60,10 +60,13 @@ def decode_s(shape: Shape, costs: Costs) -> float:
     return shape.nbytes / costs.bytes_per_s + shape.layers * costs.layer_s + costs.step_s
 
 
-def choose(shape: Shape, measured: Sequence[Costs]) -> Choice:
-    """`measured`: for each degree that the node can run, among them 1."""
+def choose(shape: Shape, measured: Sequence[Costs], loss: str = "") -> Choice:
+    """`measured`: for each degree that the node can run, among them 1. `loss`: why it can run no
+    larger ones any more; empty: it can run as many as ever."""
     if shape.alone:
         return Choice(1, shape.alone)
+    if loss and len(measured) == 1:
+        return Choice(1, f"no others are left, since {loss}")
     able = sorted((c for c in measured if shape.heads % c.degree == 0), key=lambda c: c.degree)
     seconds = {costs.degree: decode_s(shape, costs) for costs in able}
     if len(seconds) == 1:
@@ -74,4 +77,5 @@ def choose(shape: Shape, measured: Sequence[Costs]) -> Choice:
         if seconds[degree] * GAIN < seconds[best]:
             best = degree
     said = ", ".join(f"{1e3 * s:.3g} ms with {n}" for n, s in seconds.items())
-    return Choice(best, f"a step of one token is expected to take {said}")
+    fewer = f"; there were more before {loss}" if loss else ""
+    return Choice(best, f"a step of one token is expected to take {said}{fewer}")

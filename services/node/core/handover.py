@@ -11,19 +11,25 @@
 Meanwhile the sequence goes on where it is (live migration: Llumnix, OSDI 2024, section 4.2). It may
 even be in its prompt: then pieces come as layers have run (`services.node.core.lending`). What is
 copied first are whole pages that nobody writes to any more. What is generated meanwhile, and the
-page before it, follow in rounds, each of which finds less to copy than the one before. A few
-positions are left, which are run in the step that draws the next token.
+page before it, follow in rounds, each of which finds less to copy than the one before. Of a short
+sequence the whole pages are there about as soon as the answer to a round, so the first one begins
+once they are lent. A few positions are left, which are run in the step that draws the next token.
 
     phase      to         when
-    copying    following  the whole pages have come, and a round is worth its time
-               yielding   the whole pages have come, and no round is worth its time
+    copying    following  the whole pages have come, and a round is worth its time or under way
+               yielding   the whole pages have come, and no round is worth its time; or they
+                          cannot be had, or are not worth their time
     following  following  a round is over, and another one is worth its time
                yielding   a round is over, and no other is worth its time; or a round has failed
-    any        (none)     the old leader has yielded or was lost; it took too long; it is over
+    any        (none)     the old leader has yielded; it took too long; it is over
 
 Whatever goes wrong before all of the first has come, the new leader goes on without the KV and
 computes it. After that it goes on with what it has. Tokens that both generate are the same, and
 gateways drop the second.
+
+Unless that takes too long, or pages run out, the sequence runs on one of both only: it may be what
+kills nodes. If a node of the old path is lost, the sequence is over at the new leader too, and its
+gateway finds out whether that node lives.
 
 KV depends on nothing but the tokens and the model. So it is lent to whoever proves to know the
 prompt: the *secret* of a sequence is a digest of its request and of its prompt.
@@ -72,6 +78,9 @@ TRIAL_S = 0.25
 """What is copied only to measure the rate may be expected to take so long at most."""
 ASKING_S = 0.005
 """Two questions and their answers, and the turns of threads between them."""
+AHEAD_BYTES = 4 << 20
+"""So little KV takes hardly longer to come than a round: over 1 Gbit/s 34 ms, in which the sequence
+has two or three more steps."""
 FEW = 2
 """So many positions are run as soon as one, or as another node has been asked for them."""
 
@@ -176,7 +185,7 @@ class Taking:
     first: int
     """Positions before this one were cached here."""
     end: int
-    """Those before this one are asked for first."""
+    """Those before this one are asked for first. 0: none are, and it has no pages yet."""
     kept: tuple[int, ...]
     """The blocks that keep KV."""
     pieces: list[Piece] = field(default_factory=list)
@@ -188,6 +197,10 @@ class Taking:
     """In rounds: the position from which on each stage is asked, or was asked last."""
     came: dict[int, int] = field(default_factory=dict)
     """In rounds: how many positions of each block have come."""
+    ahead: list[Bring] = field(default_factory=list)
+    """What has come of the first round, before the rest of the whole pages."""
+    told: int = 0
+    """How much of the whole pages has been lent: positions, counted once for each block."""
     awaited: set[int] = field(default_factory=set)
     """The stages whose part of this round has not come."""
     lacks: int = 0
@@ -204,11 +217,16 @@ class Taking:
         return self.stages[-1].stop
 
     @property
+    def whole(self) -> int:
+        """The whole pages that are asked for, counted as `told`."""
+        return len(self.kept) * (self.end - self.first)
+
+    @property
     def has(self) -> int:
         """How many positions have come in all blocks."""
         if self.phase is Phase.COPYING:
             return 0
-        return min(self.came.values())
+        return min(self.came.values(), default=0)
 
     def to(self, phase: Phase) -> None:
         """IllegalTransition if its table has no such step."""
@@ -229,54 +247,75 @@ class Takings:
         self._takings: dict[SequenceKey, Taking] = {}
 
     def begin(self, sequence: Sequence) -> list[Command] | None:
-        """Asks for the sequence's KV. None: it is better computed here."""
-        submit, model_id = sequence.submit, sequence.path.model_id
-        end = movable(len(sequence.tokens))
+        """Asks for the sequence's KV, or, if that is better computed here, only for the sequence:
+        so no two nodes run it at once, and both may not die of it. None: nothing is asked for."""
+        submit = sequence.submit
         bare = sequence.keeps_kv and not (submit.pooling or sequence.scoring)
-        if not (submit.kv_from and end and bare) or sequence.path.followers:
+        if not (submit.kv_from and bare) or sequence.path.followers:
             return None
         if submit.sampling.logprobs is not None:
             return None  # the tokens that are generated meanwhile would come without theirs
-        if not self._worth(model_id, end, end * self._kv.position_bytes(model_id)):
-            return None
-        if sequence.kv_soon > self._room.free_kv(model_id):
-            return None
-        try:
-            tokens, adapter = tuple(sequence.tokens), submit.adapter
-            first = self._kv.receive(model_id, sequence.key, tokens, sequence.limit, adapter)
-        except CapacityExceeded:
-            return None
         source = sequence_key(submit.request, submit.takes_over)
+        end = movable(len(sequence.tokens))
+        first = self._take_pages(sequence, end)
+        if first is None:
+            taking = Taking(sequence, source, 0, 0, ())
+            self._takings[sequence.key] = taking
+            return self._yield(taking)
         blocks = range(submit.kv_from[-1].stop)
-        kept = tuple(b for b in blocks if self._kv.keeps(model_id, b, b + 1))
+        kept = tuple(b for b in blocks if self._kv.keeps(sequence.path.model_id, b, b + 1))
         taking = Taking(sequence, source, first, end, kept)
         self._takings[sequence.key] = taking
         if first >= end:
             return self._all_came(taking)
         return [self._ask(taking, index, first, end) for index in range(len(submit.kv_from))]
 
-    def here(self, message: KvHere) -> list[Command] | None:
-        """A stage has lent a piece of its KV. None: it lends none, and the sequence goes on
-        without."""
+    def _take_pages(self, sequence: Sequence, end: int) -> int | None:
+        """Takes pages for KV up to `end`. Returns up to where it is cached here. None: it is better
+        computed, and no pages were taken."""
+        model_id = sequence.path.model_id
+        if not end or not self._worth(model_id, end, end * self._kv.position_bytes(model_id)):
+            return None
+        if sequence.kv_soon > self._room.free_kv(model_id):
+            return None
+        tokens, adapter = tuple(sequence.tokens), sequence.submit.adapter
+        try:
+            return self._kv.receive(model_id, sequence.key, tokens, sequence.limit, adapter)
+        except CapacityExceeded:
+            return None
+
+    def here(self, message: KvHere) -> list[Command]:
+        """A stage has lent a piece of its KV, or says that it lends none."""
         taking = self._takings.get(message.taker)
         if taking is None or message.stage >= len(taking.stages):
             return []
         match taking.phase:
+            case Phase.COPYING | Phase.FOLLOWING if message.stage in taking.awaited:
+                return self._more_here(taking, message)
             case Phase.COPYING:
                 return self._first_here(taking, message)
-            case Phase.FOLLOWING if message.stage in taking.awaited:
-                return self._more_here(taking, message)
             case _:
                 return []
 
-    def _first_here(self, taking: Taking, message: KvHere) -> list[Command] | None:
+    def _first_here(self, taking: Taking, message: KvHere) -> list[Command]:
         stage = taking.stages[message.stage]
         blocks = (message.start, message.stop) if message.stop else (stage.start, stage.stop)
         positions = (message.first, message.end) if message.end else (taking.first, taking.end)
         inside = taking.first <= positions[0] < positions[1] <= taking.end
         if not message.region or blocks[1] > taking.stop or not inside:
-            return None
-        return [self._bring(taking, message, blocks, positions)]
+            return self._yield(taking)
+        lent = sum(blocks[0] <= block < blocks[1] for block in taking.kept)
+        taking.told += lent * (positions[1] - positions[0])
+        return [self._bring(taking, message, blocks, positions), *self._ask_ahead(taking)]
+
+    def _ask_ahead(self, taking: Taking) -> list[Command]:
+        """Begins the first round as soon as the whole pages are lent, if they are few."""
+        each = self._kv.position_bytes(taking.sequence.path.model_id)
+        few = (taking.end - taking.first) * each <= AHEAD_BYTES
+        if not few or taking.told < taking.whole or taking.asked:
+            return []
+        taking.lacks = self._lack(taking, taking.end)
+        return self._ask_for_more(taking) if taking.lacks > FEW else []
 
     def _more_here(self, taking: Taking, message: KvHere) -> list[Command]:
         blocks, positions = (message.start, message.stop), (message.first, message.end)
@@ -299,17 +338,21 @@ class Takings:
         address = taking.stages[message.stage].address
         return Bring(*piece, address, message, cause=self._handled.cause)
 
-    def brought(self, bring: Bring, *, right: bool) -> list[Command] | None:
-        """A piece is in the sequence's pages, or could not be had. None: the sequence goes on
-        without KV."""
+    def brought(self, bring: Bring, *, right: bool) -> list[Command]:
+        """A piece is in the sequence's pages, or could not be had."""
         taking = self._takings.get(bring.sequence)
         if taking is None:
             return []
         taking.bringing -= 1
         match taking.phase:
-            case Phase.COPYING:
+            case Phase.COPYING if bring.positions[0] >= taking.end:
                 if not right:
-                    return None
+                    return self._lacking(taking, bring.stage)
+                taking.ahead.append(bring)
+                return []
+            case Phase.COPYING if not right:
+                return self._yield(taking)
+            case Phase.COPYING:
                 taking.pieces.append((*bring.blocks, *bring.positions))
                 return self._all_came(taking) if self._is_whole(taking) else []
             case Phase.FOLLOWING if not right:
@@ -322,47 +365,59 @@ class Takings:
     def _is_whole(self, taking: Taking) -> bool:
         kept, pieces = taking.kept, taking.pieces
         area = sum((stop - start) * (end - first) for start, stop, first, end in pieces)
-        enough = area >= len(kept) * (taking.end - taking.first)
-        return enough and covers(pieces, kept, taking.first, taking.end)
+        return area >= taking.whole and covers(pieces, kept, taking.first, taking.end)
 
     def _all_came(self, taking: Taking) -> list[Command]:
         taking.came = dict.fromkeys(taking.kept, taking.end)
-        taking.asked = dict.fromkeys(taking.ran, taking.end)
-        return self._go_on(taking)
+        if not taking.asked:
+            return self._go_on(taking)
+        taking.to(Phase.FOLLOWING)
+        for bring in taking.ahead:
+            self._add(taking, bring)
+        return [] if taking.awaited else self._go_on(taking)
 
     def _more_came(self, taking: Taking, bring: Bring) -> list[Command]:
+        self._add(taking, bring)
+        return [] if taking.awaited else self._go_on(taking)
+
+    def _add(self, taking: Taking, bring: Bring) -> None:
         first, end = bring.positions
         taking.asked[bring.stage] = end
         for block in range(*bring.blocks):
             if taking.came.get(block) == first:
                 taking.came[block] = end
         taking.awaited.discard(bring.stage)
-        return [] if taking.awaited else self._go_on(taking)
 
     def _lacking(self, taking: Taking, stage: int) -> list[Command]:
         """The stage has nothing more that could be had. What the others have comes yet."""
         taking.ran[stage] = 0
         taking.awaited.discard(stage)
-        return [] if taking.awaited else self._go_on(taking)
+        waits = taking.awaited or taking.phase is Phase.COPYING
+        return [] if waits else self._go_on(taking)
 
     def _go_on(self, taking: Taking) -> list[Command]:
         """Asks for what has run meanwhile, or for the sequence."""
-        before, taking.lacks = taking.lacks, self._lack(taking)
+        before, taking.lacks = taking.lacks, self._lack(taking, min(taking.came.values()))
         if taking.lacks > FEW and (not before or taking.lacks < before):
             taking.to(Phase.FOLLOWING)
-            taking.awaited = set(taking.asked)
-            limit = taking.sequence.limit
-            return [
-                self._ask(taking, index, first, limit, more=True)
-                for index, first in taking.asked.items()
-            ]
-        taking.to(Phase.YIELDING)
-        return self._ask_to_yield(taking)
+            return self._ask_for_more(taking)
+        return self._yield(taking)
 
-    def _lack(self, taking: Taking) -> int:
-        """How many positions are missing that another round would bring, if it is worth it."""
+    def _ask_for_more(self, taking: Taking) -> list[Command]:
+        """Begins a round."""
+        taking.asked = taking.asked or dict.fromkeys(taking.ran, taking.end)
+        taking.awaited = set(taking.asked)
+        limit = taking.sequence.limit
+        return [
+            self._ask(taking, index, first, limit, more=True)
+            for index, first in taking.asked.items()
+        ]
+
+    def _lack(self, taking: Taking, has: int) -> int:
+        """How many positions are missing that another round would bring, if it is worth it. `has`:
+        those that have come, or will."""
         ran = taking.ran.values()
-        lacks = max(ran, default=0) - min(taking.came.values())
+        lacks = max(ran, default=0) - has
         model_id = taking.sequence.path.model_id
         nbytes = lacks * self._kv.position_bytes(model_id)
         return lacks if all(ran) and self._worth(model_id, lacks, nbytes) else 0
@@ -387,15 +442,16 @@ class Takings:
         return key in self._takings
 
     def newest_of(self, model_id: ModelId) -> SequenceKey | None:
-        """The sequence of the model that began last."""
-        keys = [key for key, t in self._takings.items() if t.sequence.path.model_id == model_id]
+        """The sequence of the model, of those that have pages, that began last."""
+        takings = self._takings.items()
+        keys = [key for key, t in takings if t.end and t.sequence.path.model_id == model_id]
         return keys[-1] if keys else None
 
-    def through(self, address: str) -> list[SequenceKey]:
+    def through(self, address: str) -> list[Sequence]:
         """The sequences that this peer has a part in."""
         return [
-            key
-            for key, taking in self._takings.items()
+            taking.sequence
+            for taking in self._takings.values()
             if any(stage.address == address for stage in taking.stages)
         ]
 
@@ -418,7 +474,9 @@ class Takings:
         )
         return Send(stage.address, ask, cause=self._handled.cause)
 
-    def _ask_to_yield(self, taking: Taking) -> list[Command]:
+    def _yield(self, taking: Taking) -> list[Command]:
+        """Asks the old leader for the sequence."""
+        taking.to(Phase.YIELDING)
         sequence = taking.sequence
         message = Yield(
             taking.source, secret_of(sequence.submit), sequence.path.leader, sequence.key

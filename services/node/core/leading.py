@@ -41,7 +41,6 @@ from services.node.core.live_scaling import Line
 from services.node.core.microbatches import (
     Admit,
     Admitted,
-    Bring,
     Command,
     Emit,
     Failure,
@@ -50,7 +49,6 @@ from services.node.core.microbatches import (
     Free,
     Handled,
     Hidden,
-    KvHere,
     Part,
     Prepare,
     Pull,
@@ -70,7 +68,7 @@ from services.node.core.room import Room
 from services.node.core.rows import SequenceKey
 from services.node.core.sequences import Sequence
 from services.node.core.submits import check_submit
-from shared.errors import NotFound, StaleEpoch, TransportTimeout
+from shared.errors import NotFound, SourceLost, StaleEpoch, TransportTimeout
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages.serving import AttemptFailed, Submit, Token
 
@@ -296,14 +294,6 @@ class Leader:
 
     # --- KV that comes from other nodes, and goes there: see `handover` ------
 
-    def kv_here(self, message: KvHere) -> list[Command]:
-        commands = self.takings.here(message)
-        return self.take_over(message.taker) if commands is None else commands
-
-    def kv_brought(self, bring: Bring, *, right: bool) -> list[Command]:
-        commands = self.takings.brought(bring, right=right)
-        return self.take_over(bring.sequence) if commands is None else commands
-
     def yielded(self, message: Yielded) -> list[Command]:
         return self.take_over(message.taker, message.generated)
 
@@ -475,8 +465,11 @@ class Leader:
         return self.end([s for s in self.led if s.key in keys], failure)
 
     def peer_lost(self, address: str, failure: Failure) -> list[Command]:
+        """What was to come from the peer ends, too: the peer may have died of it, and then this
+        node would. If the peer lives, the attempt before goes on there."""
         ended = self.end([s for s in self.led if s.path.goes_through(address)], failure)
-        return ended + [c for key in self.takings.through(address) for c in self.take_over(key)]
+        lost = Failure(SourceLost.code, failure.message)
+        return ended + self.end(self.takings.through(address), lost)
 
     def model_closed(self, model_id: ModelId, failure: Failure) -> list[Command]:
         return self.end([s for s in self.led if s.submit.model_id == model_id], failure)

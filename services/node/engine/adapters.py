@@ -13,8 +13,10 @@ rows of all modules, and `b` is zero where an output is not of the row's module.
 """
 
 import ctypes
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,10 +29,11 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
 from services.node.engine.attention import Span
 from services.node.engine.base import Weights
-from services.node.engine.huge_pages import HugePages
+from services.node.engine.huge_pages import ALIGN, Pages
 from services.node.engine.linear import linear
 from services.node.engine.share import WHOLE, Share
 from services.node.engine.weights import BlockTensors
+from services.node.memory.recycled import Recycled
 from shared.ids import ModelId
 from shared.layout import Manifest
 
@@ -92,6 +95,9 @@ class Adapter:
     """What is added, by the number of the layer and the place. Empty if kernels run the base."""
     given: Mapping[int, GivenLayer]
     """The same, for the kernels."""
+    settle: Callable[[], None]
+    """Has its memory lie in huge pages, which steps read faster. It takes tens of ms, on any
+    thread."""
     others: Any = None
     """What other ranks make their shares of, until they have it (`ranks.py`)."""
 
@@ -104,14 +110,14 @@ def read_adapter(
     *,
     compiled: bool,
     share: Share = WHOLE,
+    room: "AdapterRoom | None" = None,
 ) -> Adapter:
     """`weights`: the bytes of the adapter's block, which are verified, and may be reused
     afterwards. `compiled`: whether the base runs on the kernels for CPUs. `share`: whose outputs
-    are wanted."""
+    are wanted. `room`: where it is to lie; None: in memory of its own."""
     found = _Tensors(manifest.blocks[0], weights, "stored").named
     shapes, scaling = linear_shapes(config), float(manifest.config["scaling"])
-    # On a CPU, memory that is new takes longer to get than to fill, unless it comes in huge pages.
-    pages = HugePages(sum(tensor.numel() * 4 for tensor in found.values()))
+    pages = room or AdapterRoom(manifest, Recycled())
     layers: dict[int, dict[str, LowRank]] = {}
     given: dict[int, GivenLayer] = {}
     stride = 0
@@ -133,7 +139,29 @@ def read_adapter(
             else:
                 low = LowRank(a.to(device), _dense(modules, len(a), scaling).to(device))
                 layers.setdefault(layer, {})[place] = low
-    return Adapter(ModelId(str(manifest.config["base"])), stride, layers, given)
+    return Adapter(ModelId(str(manifest.config["base"])), stride, layers, given, pages.settle)
+
+
+class AdapterRoom:
+    """Memory for an adapter. Implements Pages."""
+
+    filled = False
+
+    def __init__(self, manifest: Manifest, memory: Recycled) -> None:
+        """Has the system find it. What does not fit, since ranks are rounded up, lies in torch's
+        own memory."""
+        nbytes = sum(4 * math.prod(tensor.shape) for tensor in manifest.blocks[0].tensors)
+        lease = memory.take(nbytes + nbytes // 8)
+        lease.find(nbytes)
+        self._left = torch.frombuffer(lease.memory, dtype=torch.uint8)
+        self.settle = partial(lease.settle, nbytes)
+
+    def take(self, outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+        nbytes = outputs * inputs * dtype.itemsize
+        if len(self._left) < nbytes:
+            return torch.empty(outputs, inputs, dtype=dtype)
+        taken, self._left = self._left[:nbytes], self._left[-(-nbytes // ALIGN) * ALIGN :]
+        return taken.view(dtype).view(outputs, inputs)
 
 
 class _Tensors(BlockTensors):
@@ -158,7 +186,7 @@ class _Module(NamedTuple):
         return 0 if self.a is None else len(self.a)
 
 
-def _stacked(modules: Sequence[_Module], rank: int, pages: HugePages) -> Tensor:
+def _stacked(modules: Sequence[_Module], rank: int, pages: Pages) -> Tensor:
     """`a` of all modules, and zeros up to a multiple of TOGETHER."""
     parts = [module.a for module in modules if module.a is not None]
     full = -(-rank // kernels.TOGETHER) * kernels.TOGETHER
@@ -183,7 +211,7 @@ def _dense(modules: Sequence[_Module], rank: int, scaling: float) -> Tensor:
 
 
 def _packed(
-    modules: Sequence[_Module], scaling: float, pages: HugePages, *, gated: bool
+    modules: Sequence[_Module], scaling: float, pages: Pages, *, gated: bool
 ) -> tuple[Tensor, Tensor]:
     """`b` as the kernels read it, and its windows (`LowRank` in kernels.h). A panel of a gated
     matrix has LANES gates, then the LANES outputs that they gate."""
@@ -203,7 +231,9 @@ def _packed(
         rank = module.rank
         window = torch.zeros(n, 3, dtype=torch.int32)
         if module.b is not None:
-            b = functional.pad(module.b.float(), (0, 0, 0, n * LANES - module.outputs))
+            b = module.b.float()
+            if missing := n * LANES - len(b):
+                b = functional.pad(b, (0, 0, 0, missing))
             own = made[at : at + n * rank].view(n, rank, LANES)
             turned = b.view(n, LANES, rank).transpose(1, 2)
             np.multiply(turned.numpy(), np.float32(scaling), out=own.numpy())

@@ -23,6 +23,7 @@ __all__ = [
     "Context",
     "Draw",
     "Engine",
+    "MakeAdapter",
     "PartResult",
     "Row",
     "RowsRefused",
@@ -41,6 +42,9 @@ Rules = Any
 """Whatever form an engine gives to the rules of a sequence; nobody else looks inside."""
 Adapter = Any
 """The same for an adapter."""
+MakeAdapter = Callable[[memoryview], Adapter]
+"""Makes an adapter of its block's bytes, which have all arrived and are verified, and may be reused
+afterwards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +143,12 @@ class Engine(Kv, Protocol):
     def division(self, model_id: ModelId) -> str:
         """How many processes run an open model, and why, in words. Empty: there was no choice."""
 
+    def regroup(self) -> Iterator[None]:
+        """Goes on without processes that have ended, where it can: fewer of them run the models
+        that they ran. After the first step of the iterator, it is known how many (`division`). Each
+        further one makes a block runnable again; until then rows wait for it, as for a block that
+        has not come. Their KV stays. An error: it cannot go on."""
+
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         """Prepares what an open model's first steps would wait for, one piece at each step of the
         iterator. The iterator ends early if the model is closed."""
@@ -152,13 +162,17 @@ class Engine(Kv, Protocol):
         of its own, before the model is opened. The buffer may be reused afterwards. False: there is
         nothing to make, or no memory is left for it."""
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
-        """Returns a function that makes an adapter of its block's bytes, which have all arrived and
-        are verified, and may be reused afterwards. Another thread calls it. NotFound: the base is
-        not open. UnsupportedModel: it takes no adapters."""
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
+        """Returns a function that finds memory for an adapter, and returns what makes it. Another
+        thread calls both. NotFound: the base is not open. UnsupportedModel: it takes no
+        adapters."""
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         """Makes rows with this adapter runnable."""
+
+    def settle_adapter(self, adapter: Adapter) -> None:
+        """Makes steps with an adapter that is in use faster. It takes tens of ms: another thread
+        calls it."""
 
     def drop_adapter(self, name: ModelId) -> None:
         """Forgets an adapter. Conflict: sequences run with it."""

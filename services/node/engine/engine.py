@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,10 +16,11 @@ from services.node.core.degrees import Choice, Costs, choose
 from services.node.core.kv import PAGE, Need, Restoration, movable
 from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
-from services.node.engine.adapters import Adapter, read_adapter
-from services.node.engine.base import Context, SequenceKey, Weights
+from services.node.engine.adapters import Adapter, AdapterRoom, read_adapter
+from services.node.engine.base import Context, MakeAdapter, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype, units
+from services.node.engine.devices import own_stream, torch_device
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
@@ -36,8 +37,16 @@ from services.node.engine.team import CloseModel, DropAdapter, use_threads
 from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
+from services.node.memory.recycled import Recycled
 from services.node.memory.shelf import Shelf
-from shared.errors import CapacityExceeded, ConfigError, Conflict, NotFound, UnsupportedModel
+from shared import telemetry
+from shared.errors import (
+    CapacityExceeded,
+    Conflict,
+    EngineFailed,
+    NotFound,
+    UnsupportedModel,
+)
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 from shared.parts import Part
@@ -90,7 +99,7 @@ class TorchEngine:
         the thread that calls it."""
         self._device = torch_device(device)
         if self._device.type == "cuda":
-            capture = capture or _own_stream(self._device)
+            capture = capture or own_stream(self._device)
         self._capture = capture
         self._step_floor_s = step_floor_s
         self._form: Form = "stored" if capture else cpu_weights
@@ -105,13 +114,22 @@ class TorchEngine:
         self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
+        self._adapter_memory = Recycled()
         self._threads = threads or torch.get_num_threads()
         self._costs: tuple[Costs, ...] = ()
+        self._given: dict[ModelId, dict[int, Weights]] = {}
+        """The blocks of models that a team runs, in case that it is lost."""
         if ranks is not None:
-            ranks.start(threads=self._threads, form=self._form, kept_bytes=kept_bytes)
+            ranks.start(
+                threads=self._threads,
+                form=self._form,
+                kept_bytes=kept_bytes,
+                spare=measure is not None,
+            )
             if measure is not None:
                 assert compiled is not None
                 self._costs = measure(ranks, self._threads, self._form, compiled)
+                self._say_what_is_left(ranks)
         use_threads(self._threads)
 
     def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
@@ -140,25 +158,37 @@ class TorchEngine:
                 erased=not fused and compiled is None,
                 transposed=compiled is not None,
             )
-            longest = self._kv.longest(model_id)
-            made: Callable[..., Decoder] = Decoder
-            if lead is not None:
-                made, threads = partial(LeadDecoder, model_id, manifest, lead), lead.threads
-            network = decoder = made(
-                config,
-                dtype,
-                self._device,
-                longest,
-                fused=fused,
-                compiled=compiled,
-                adapters=self._adapters,
-            )
+            network = self._decoder(model_id, manifest, config, dtype, lead)
+            threads = lead.threads if lead else threads
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
-                graphs = DecodeGraphs(decoder, longest, self._capture)
+                graphs = DecodeGraphs(network, self._kv.longest(model_id), self._capture)
         processors = Processors(manifest.config)
         self._models[model_id] = Model(manifest, network, processors, threads, graphs)
+        self._refit_adapters(model_id)
+
+    def _decoder(
+        self,
+        model_id: ModelId,
+        manifest: Manifest,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        lead: Lead | None,
+    ) -> Decoder:
+        """The model has its KV. `lead`: see `_lead`."""
+        made: Callable[..., Decoder] = Decoder
+        if lead is not None:
+            made = partial(LeadDecoder, model_id, manifest, lead)
+        return made(
+            config,
+            dtype,
+            self._device,
+            self._kv.longest(model_id),
+            fused=self._capture is not None,
+            compiled=self._kernels(dtype),
+            adapters=self._adapters,
+        )
 
     def _lead(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Lead | None:
         """The team that runs the model; None: this process does."""
@@ -172,8 +202,10 @@ class TorchEngine:
         return self._ranks.teams.get(degree)
 
     def _choice(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Choice:
+        assert self._ranks is not None
         shape = shape_of(manifest, config, dtype, int8=self._form == "int8")
-        return choose(shape, self._costs)
+        able = [costs for costs in self._costs if costs.degree in (1, *self._ranks.degrees)]
+        return choose(shape, able, self._ranks.loss)
 
     def division(self, model_id: ModelId) -> str:
         manifest = self._model(model_id).manifest
@@ -211,6 +243,14 @@ class TorchEngine:
         model = self._model(model_id)
         if not 0 <= block < model.manifest.n_blocks:
             raise NotFound(f"model {model_id} has no block {block}")
+        try:
+            self._attach(model_id, model, block, weights)
+        except EngineFailed:
+            if not self._regroup(model_id):
+                raise
+            self.attach(model_id, block, weights)
+
+    def _attach(self, model_id: ModelId, model: Model, block: int, weights: Weights) -> None:
         spec = model.manifest.blocks[block]
         network = model.network
         others: AbstractContextManager[None] = nullcontext()
@@ -221,11 +261,53 @@ class TorchEngine:
         with others, self._packed.of(model_id, block, spec.nbytes, share) as pages:
             made = network.units(spec, weights, self._form, pages)
         model.blocks[block] = made
+        if isinstance(network, LeadDecoder):
+            self._given.setdefault(model_id, {})[block] = weights
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
             model.graphs.forget(block)
             if model.graphs.warm:
                 self._record(model_id, block)
+
+    def regroup(self) -> Iterator[None]:
+        if self._ranks is None:
+            return
+        self._ranks.settle()
+        self._say_what_is_left(self._ranks)
+        for model_id in self._models:
+            self._regroup(model_id)
+        yield
+        for model_id, given in list(self._given.items()):
+            for block, weights in list(given.items()):
+                still_open = self._given.get(model_id) is given
+                if still_open and block not in self._models[model_id].blocks:
+                    self.attach(model_id, block, weights)
+                    yield
+
+    def _say_what_is_left(self, ranks: Ranks) -> None:
+        if ranks.loss:
+            telemetry.logger("engine").warning(
+                "models are run by fewer processes from now on",
+                at_most=max(ranks.degrees, default=1),
+                why=ranks.loss,
+            )
+
+    def _regroup(self, model_id: ModelId) -> bool:
+        """If the model's team is lost, has a smaller one run it, or this process alone. Its blocks
+        have to be attached anew, and its sequences keep their KV. False: it is not lost."""
+        model = self._models[model_id]
+        manifest, before = model.manifest, model.network
+        if not (isinstance(before, LeadDecoder) and before.lost):
+            return False
+        assert self._ranks is not None
+        self._ranks.settle()
+        self._ranks.tell(CloseModel(model_id, asleep=False))
+        lead = self._lead(manifest, before.config, before.dtype)
+        network = self._decoder(model_id, manifest, before.config, before.dtype, lead)
+        threads = lead.threads if lead else self._threads
+        self._models[model_id] = replace(model, network=network, threads=threads, blocks={})
+        self._refit_adapters(model_id)
+        return True
 
     def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
         config, spec = read_config(manifest.config), manifest.blocks[block]
@@ -243,25 +325,52 @@ class TorchEngine:
         self._packed.expect(model_id)
         return True
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         base = base_of(manifest)
         network = self._model(base).network if base else None
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
         if isinstance(network, LeadDecoder):
-            return partial(network.make_adapter, manifest)
+            return lambda: partial(network.make_adapter, manifest)
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
             raise UnsupportedModel(
                 f"adapters of a base in {network.dtype} need node.cpu_weights = stored here"
             )
-        config, device = network.config, self._device
-        return lambda weights: read_adapter(manifest, weights, config, device, compiled=compiled)
+        return lambda: partial(
+            read_adapter,
+            manifest,
+            config=network.config,
+            device=self._device,
+            compiled=compiled,
+            room=AdapterRoom(manifest, self._adapter_memory),
+        )
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         if self._ranks is not None:
-            adapter = self._ranks.use_adapter(name, adapter)
+            adapter = self._ranks.use_adapter(name, self._fitting(adapter))
         self._adapters[name] = adapter
+
+    def settle_adapter(self, adapter: Adapter) -> None:
+        adapter.settle()
+
+    def _fitting(self, adapter: Adapter) -> Adapter:
+        """Makes an adapter anew that was made for a team which does not run its base any more."""
+        base = self._models.get(adapter.base)
+        if base is None or adapter.others is None:
+            return adapter
+        order, shared = adapter.others
+        share = base.network.share if isinstance(base.network, LeadDecoder) else WHOLE
+        if order.degree == share.of:
+            return adapter
+        made: Adapter = self.make_adapter(order.manifest)()(shared.bytes.numpy().data)
+        made.settle()
+        return made
+
+    def _refit_adapters(self, base: ModelId) -> None:
+        for name, adapter in self._adapters.items():
+            if adapter.base == base and self._fitting(adapter) is not adapter:
+                self.use_adapter(name, adapter)
 
     def drop_adapter(self, name: ModelId) -> None:
         if self._kv.uses(name):
@@ -289,6 +398,7 @@ class TorchEngine:
             torch.cuda.current_stream(self._device).synchronize()
         self._kv.close_model(model_id)
         self._models.pop(model_id, None)
+        self._given.pop(model_id, None)
         if self._ranks is not None:
             self._ranks.tell(CloseModel(model_id, asleep))
             if not self._kv.capacity:
@@ -449,32 +559,3 @@ class TorchEngine:
         if model_id not in self._models:
             raise NotFound(f"model {model_id} is not open here")
         return self._models[model_id]
-
-
-def _own_stream(device: torch.device) -> "Capture":
-    """Makes this thread compute on a stream of its own from now on, so that copies on other streams
-    run at the same time and launches can be recorded. ConfigError if Triton, which the kernels
-    need, is missing."""
-    if find_spec("triton") is None:
-        raise ConfigError(
-            f"node.device {device} needs Triton, which torch's builds for CUDA bring with them: "
-            f"pip install the version that this torch requires"
-        )
-    from services.node.engine.graphs import CudaCapture
-
-    torch.cuda.set_device(device)
-    torch.cuda.set_stream(torch.cuda.Stream(device))  # type: ignore[no-untyped-call]
-    return CudaCapture(device)
-
-
-def torch_device(name: str) -> torch.device:
-    """The device of `node.device`. ConfigError if this machine cannot use it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise ConfigError(f"node.device {name!r} is not a device: {error}") from error
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"node.device {name!r} is not supported; supported: cpu, cuda, cuda:N")
-    if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
-        raise ConfigError(f"node.device is {name!r}, but this machine has {count} CUDA devices")
-    return device

@@ -150,7 +150,9 @@ class Rank:
 
     def _adapter(self, order: UseAdapter, shared: Shared) -> Adapter:
         config, share = _decoder_config(order.base), self._teams[order.degree].share
-        return read_adapter(order.manifest, shared.bytes, config, CPU, compiled=True, share=share)
+        made = read_adapter(order.manifest, shared.bytes, config, CPU, compiled=True, share=share)
+        made.settle()
+        return made
 
     def _run(self, order: Run) -> None:
         assert self._stepping is not None

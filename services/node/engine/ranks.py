@@ -5,8 +5,9 @@ the sampling. The others (`rank.py`) do what it says in the order in which it sa
 only when a block is attached. Within a step nobody says anything: all ranks run the same layers in
 the kernels, and meet in shared memory (`team.c`).
 
-A rank that ends takes the node with it, since its share of the weights is gone. The ranks end with
-the thread that made them.
+A rank that ends takes all teams with it that it was in, since its share of their weights is gone.
+Where the degree is a fixed one, that ends the node. Where each model has its own, the node goes on
+with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
 """
 
 import os
@@ -14,7 +15,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -37,6 +38,7 @@ from services.node.engine.team import (
     Done,
     DropCache,
     Head,
+    Meet,
     OpenModel,
     Order,
     Plan,
@@ -68,37 +70,51 @@ class Ranks:
 
     def __init__(self, degrees: Sequence[int], arena: Memory) -> None:
         """`degrees`: those of the teams. `arena`: what blocks lie in."""
-        self.degrees = tuple(degrees)
+        self.spare = False
+        """Whether the node can do without any of the teams."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Is called after teams were lost, on any thread."""
         self.teams: dict[int, Lead] = {}
-        """By degree. Empty before the start."""
+        """By degree. Empty before the start. Those that are lost are among them until `settle`."""
+        self._degrees = tuple(degrees)
         self._place = prepare(degrees)
         self._arena = arena
         self._processes: list[subprocess.Popen[bytes]] = []
         self._channels: list[Channel] = []
-        self._closing = False
+        self._left = max(degrees)
+        """A team that has more ranks than this is lost."""
+        self._ending = threading.Lock()
+        """Guards `_left` and `loss`."""
+        self.loss = ""
+        """How the rank ended that ended first; empty: none did. Any thread may read it."""
         self._cache = torch.empty(0)
-        self.broken = ""
-        """Why nothing can be run any more; empty: it can. Any thread may read it."""
 
-    def start(self, *, threads: int, form: Form, kept_bytes: int) -> None:
+    def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
         """Starts the other ranks' processes, and waits until they are there. They end with this
         thread. `threads`: of the node, which all ranks of a team share. `form` and `kept_bytes`:
-        see TorchEngine. ConfigError: there are no kernels for such weights."""
-        most = max(self.degrees)
+        see TorchEngine. `spare`: the node can do without any of the teams. ConfigError: there are
+        no kernels for such weights. EngineFailed: a rank has ended, and is not spare."""
+        self.spare = spare
+        most = max(self._degrees)
         if form == "stored" or kernels.load() is None:
             raise ConfigError(
                 f"node.tensor_parallel is {most}, which takes the kernels for CPUs: set "
                 f"node.cpu_weights to packed or int8, and install a C compiler (apt install gcc)"
             )
-        self.teams = {n: Lead(self, Share(0, n), self._place, threads) for n in self.degrees}
+        self.teams = {n: Lead(self, Share(0, n), self._place, threads) for n in self._degrees}
         for rank in range(1, most):
             self._start(rank, threads, form, kept_bytes)
         self._place.close()
-        self.hear(most)
+        try:
+            self.hear(most)
+        except EngineFailed:
+            if not self.spare:
+                raise
+            self.settle()
 
     def _start(self, rank: int, threads: int, form: Form, kept_bytes: int) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        degrees = ",".join(map(str, self.degrees))
+        degrees = ",".join(map(str, self._degrees))
         with theirs:
             inherited = theirs.fileno(), self._place.descriptor, self._arena.descriptor
             process = subprocess.Popen(
@@ -117,9 +133,53 @@ class Ranks:
 
     def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
         code = process.wait()
-        if not self._closing:
-            how = f"signal {-code}" if code < 0 else f"exit code {code}"
-            self.broken = f"its rank {rank} (process {process.pid}) ended with {how}"
+        how = f"signal {-code}" if code < 0 else f"exit code {code}"
+        self._lose(rank, f"its rank {rank} (process {process.pid}) ended with {how}")
+
+    def _gone(self, rank: int) -> None:
+        """Nobody listens at the other end: the rank ends, if it has not ended yet."""
+        process = self._processes[rank - 1]
+        process.kill()
+        self._watch(rank, process)
+
+    def _lose(self, rank: int, why: str) -> None:
+        """The rank has ended, or will. Any thread may call it, also again."""
+        with self._ending:
+            if rank >= self._left:
+                return  # the teams that it was in are lost already
+            self._left, self.loss = rank, self.loss or why
+        if self.spare:  # else the node ends, and so does whoever waits for this rank
+            compiled = kernels.load()
+            assert compiled is not None
+            for degree, team in self.teams.items():
+                if degree > rank:
+                    compiled.lose(team.address)
+            self.on_loss()
+
+    @property
+    def broken(self) -> str:
+        """Why nothing can be run any more; empty: it can. Any thread may read it."""
+        return "" if self.spare else self.loss
+
+    @property
+    def degrees(self) -> tuple[int, ...]:
+        """Those of the teams that are not lost; all, if they are not spare."""
+        return tuple(n for n in self._degrees if n <= self._left or not self.spare)
+
+    def give_up(self, why: str) -> None:
+        """Loses all teams. Any thread may call it."""
+        self._lose(1, why)
+        for process in tuple(self._processes):
+            process.kill()
+
+    def settle(self) -> None:
+        """Once this returns, nobody does anything for a team that is lost."""
+        while len(self._channels) >= (left := max(self.degrees, default=1)):
+            self._end(left)
+            if left > 1:  # the others may be at a step of such a team
+                self.teams[left].tell(Meet(left))
+                self.teams[left].meet()
+        self.teams = {degree: self.teams[degree] for degree in self.degrees}
 
     @property
     def processes(self) -> tuple[int, ...]:
@@ -127,23 +187,32 @@ class Ranks:
         return tuple(process.pid for process in self._processes)
 
     def close(self) -> None:
-        self._closing = True
-        for process in self._processes:
+        with self._ending:
+            self._left = 1
+        self._end(1)
+
+    def _end(self, first: int) -> None:
+        """Ends the ranks from this one on."""
+        for process in self._processes[first - 1 :]:
             process.kill()
-        for process in self._processes:
+        for process in self._processes[first - 1 :]:
             process.wait()
-        for channel in self._channels:
+        for channel in self._channels[first - 1 :]:
             channel.close()
+        del self._processes[first - 1 :], self._channels[first - 1 :]
 
     # --- orders -------------------------------------------------------------
 
     def tell(self, order: Order, descriptor: int | None = None, *, degree: int = 0) -> None:
-        """`degree`: of the team that is told; 0: all ranks are."""
-        try:
-            for channel in self._of(degree):
+        """`degree`: of the team that is told; 0: all ranks are. EngineFailed: one has ended, where
+        the teams are not spare. If they are, whoever waits for the team will know."""
+        for rank, channel in enumerate(self._of(degree), start=1):
+            try:
                 channel.send(order, descriptor)
-        except OSError as error:
-            raise self._lost(error) from error
+            except OSError as error:
+                self._gone(rank)
+                if not self.spare:
+                    raise self.failed() from error
 
     def offset(self, weights: object) -> int:
         """Where in the arena a block lies. BadInput: it does not."""
@@ -165,13 +234,14 @@ class Ranks:
         self.tell(DropCache())
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> Adapter:
-        """The ranks of its base take it. Returns it without the bytes."""
+        """The ranks of its base take it. Returns it without the bytes, unless another team may need
+        them."""
         if adapter.others is None:
             return adapter
         order, shared = adapter.others
         named = msgspec.structs.replace(order, name=name)
         self.tell(named, shared.descriptor, degree=order.degree)
-        return replace(adapter, others=None)
+        return adapter if self.spare else replace(adapter, others=None)
 
     def place_of(self, kv: torch.Tensor) -> tuple[int, int]:
         """(where the layers begin in the memory for KV, how far each is from the next), in
@@ -185,20 +255,25 @@ class Ranks:
         return shared.bytes
 
     def hear(self, degree: int) -> list[LambdaScaleError]:
-        """Waits for an answer from each rank of the team."""
+        """Waits for an answer from each rank of the team. EngineFailed: one has ended."""
         errors: list[LambdaScaleError] = []
-        for channel in self._of(degree):
+        lost = False
+        for rank, channel in enumerate(self._of(degree), start=1):
             try:
                 done, _ = channel.receive()
-            except (OSError, EOFError) as error:
-                raise self._lost(error) from error
+            except (OSError, EOFError):
+                self._gone(rank)
+                lost = True
+                continue
             assert isinstance(done, Done)
             if done.code:
                 errors.append(from_code(done.code, done.text))
+        if lost:
+            raise self.failed()
         return errors
 
-    def _lost(self, error: Exception) -> EngineFailed:
-        return EngineFailed(f"a rank has ended: {self.broken or repr(error)}")
+    def failed(self) -> EngineFailed:
+        return EngineFailed(f"a team of ranks is lost: {self.loss}")
 
 
 class Lead(Team):
@@ -208,11 +283,22 @@ class Lead(Team):
         super().__init__(share, place, threads)
         self.ranks = ranks
 
+    @property
+    def lost(self) -> bool:
+        """Whether the node goes on without this team."""
+        return self.share.of not in self.ranks.degrees
+
     def tell(self, order: Order) -> None:
         self.ranks.tell(order, degree=self.share.of)
 
     def hear(self) -> list[LambdaScaleError]:
         return self.ranks.hear(self.share.of)
+
+    def check(self) -> None:
+        """EngineFailed: the team is lost, and what it has just done is worth nothing."""
+        if self.lost:
+            self.ranks.settle()
+            raise self.ranks.failed()
 
     def _grown(self, nbytes: int) -> torch.Tensor:
         degree = self.share.of
@@ -255,16 +341,22 @@ class LeadDecoder(Decoder):
     def share(self) -> Share:
         return self._lead.share
 
+    @property
+    def lost(self) -> bool:
+        """Whether its team is."""
+        return self._lead.lost
+
     @contextmanager
     def attaching(self, block: int, weights: object) -> Iterator[None]:
         """All ranks attach the block, this one in the context. CapacityExceeded: one has no memory
-        left."""
+        left. EngineFailed: one has ended."""
         offset = self._lead.ranks.offset(weights)
         self._lead.tell(AttachBlock(self._model, block, offset))
         try:
             yield
         finally:
             errors = self._lead.hear()
+        self._lead.check()
         if errors:
             raise errors[0]
 
@@ -290,6 +382,7 @@ class LeadDecoder(Decoder):
         self._lead.tell(Head(self._model, len(x)))
         write_share(unit, given, logits)
         self._lead.meet()
+        self._lead.check()
         return logits.clone()
 
 
@@ -313,5 +406,6 @@ class LeadStep:
         shared.copy_(hidden)
         self._lead.tell(Run(block, len(held), *self._lead.ranks.place_of(kv)))
         ran = self._step.run(block, held, shared, kv, for_s, bell)
+        self._lead.check()
         hidden.copy_(shared)
         return ran

@@ -3,8 +3,10 @@
 are zero.
 """
 
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
@@ -26,6 +28,8 @@ TURNS = 3
 """Degrees take turns, so that a drift of the machine affects all alike."""
 LIMIT_S = 2.0
 """After this time no further turn begins: on a busy machine a turn may take seconds."""
+GIVE_UP_S = 60.0
+"""After this time the ranks are given up: one of them does not come."""
 PARTS = 2
 """Threads and ranks are called twice in a step: for the layers, and for the head."""
 
@@ -50,21 +54,33 @@ def tried(threads: int, form: Form) -> tuple[int, ...]:
 
 
 @torch.inference_mode()
-def measure(ranks: Ranks, threads: int, form: Form, compiled: kernels.Kernels) -> tuple[Costs, ...]:
-    """The costs of each degree, 1 among them. `ranks` have been started."""
+def measure(
+    ranks: Ranks,
+    threads: int,
+    form: Form,
+    compiled: kernels.Kernels,
+    *,
+    give_up_s: float = GIVE_UP_S,
+) -> tuple[Costs, ...]:
+    """The costs of each degree that can be run, 1 among them. `ranks` have been started. A team
+    that is lost meanwhile is left out."""
     nbytes = SIDE * SIDE * (1 if form == "int8" else 4)
     times = {degree: Times() for degree in (1, *ranks.degrees)}
-    began = time.perf_counter()
-    for turn in range(TURNS):
-        if turn and time.perf_counter() - began > LIMIT_S:
-            break
-        for degree, known in times.items():
-            team = ranks.teams.get(degree)
-            if team:
-                team.tell(Rehearse(degree))
-            rehearse(team, team.threads if team else threads, form, compiled, known)
-            call = _calls(team, compiled, threads)
-            known.calls.extend(_seconds(call) for _ in range(TIMES))
+    with _at_most(give_up_s, ranks):
+        began = time.perf_counter()
+        for turn in range(TURNS):
+            if turn and time.perf_counter() - began > LIMIT_S:
+                break
+            for degree, known in times.items():
+                if degree not in (1, *ranks.degrees):
+                    continue
+                team = ranks.teams.get(degree)
+                if team:
+                    team.tell(Rehearse(degree))
+                rehearse(team, team.threads if team else threads, form, compiled, known)
+                call = _calls(team, compiled, threads)
+                known.calls.extend(_seconds(call) for _ in range(TIMES))
+        ranks.settle()
     # The fastest repetition counts: other programs, which are busy while a node starts, disturb it
     # least.
     return tuple(
@@ -75,7 +91,22 @@ def measure(ranks: Ranks, threads: int, form: Form, compiled: kernels.Kernels) -
             step_s=PARTS * min(each.calls),
         )
         for degree, each in times.items()
+        if degree in (1, *ranks.degrees)
     )
+
+
+@contextmanager
+def _at_most(seconds: float, ranks: Ranks) -> Iterator[None]:
+    """Gives the ranks up if what they do in the context takes longer: then it goes on without
+    them."""
+    why = f"its ranks did not end their rehearsal within {seconds:.0f} s"
+    late = threading.Timer(seconds, ranks.give_up, [why])
+    late.daemon = True
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
 
 
 def rehearse(

@@ -124,7 +124,7 @@ class PackedBlocks:
         self._shelf = shelf
         self._made = "" if compiled is None else f"{form} {_layout()} {compiled.name}"
         self._most = most
-        self._taken: dict[tuple[ModelId, int], list[torch.Tensor]] = {}
+        self._taken: dict[tuple[ModelId, int], tuple[Share, list[torch.Tensor]]] = {}
         self._sizes: dict[tuple[ModelId, int], int] = {}
         """Bytes of each of these blocks in the arena."""
         self._gone: dict[ModelId, None] = {}
@@ -133,18 +133,22 @@ class PackedBlocks:
     @contextmanager
     def of(self, model: ModelId, block: int, nbytes: int, share: Share = WHOLE) -> Iterator[Pages]:
         """Pages for the packed weights of a block of so many bytes. In the context they are
-        taken and filled. `share`: the part of the block that is packed, always the same of a
-        model."""
+        taken and filled. `share`: the part of the block that is packed. What was packed of
+        another part is dropped."""
         key = model, block
         self._gone.pop(model, None)
-        if key in self._taken:
-            yield TakenAgain(self._taken[key])
+        before, tensors = self._taken.pop(key, (share, None))
+        if before == share and tensors is not None:
+            self._taken[key] = share, tensors
+            yield TakenAgain(tensors)
             return
+        self._sizes.pop(key, None)
+        del tensors
         self._make_room(nbytes)
         with self._pages(model, block, nbytes, share) as pages:
             taken = Taken(pages)
             yield taken
-        self._taken[key], self._sizes[key] = taken.tensors, nbytes
+        self._taken[key], self._sizes[key] = (share, taken.tensors), nbytes
 
     def has_room(self, model: ModelId, block: int, nbytes: int) -> bool:
         """Whether a block of so many bytes is packed already, or can be packed while nothing else

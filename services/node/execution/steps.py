@@ -52,6 +52,7 @@ from services.node.engine.base import (
     Adapter,
     Bell,
     Engine,
+    MakeAdapter,
     Weights,
 )
 from services.node.execution import activations
@@ -121,6 +122,7 @@ class Steps:
             held=engine.held,
         )
         self._ran = ran
+        self._aside = aside
         self._send = send
         self._emit = emit
         self._clock = clock
@@ -152,9 +154,22 @@ class Steps:
         with self._blamed():
             self._engine.open_model(model_id, manifest, part)
         self._models[model_id] = manifest
+        self._tell_division(model_id, "open_model")
+
+    def regroup(self) -> Iterator[None]:
+        """See `Engine.regroup`."""
+        pieces = self._engine.regroup()
+        for _ in pieces:
+            for model_id in self._models:
+                self._tell_division(model_id, "regroup")
+            yield
+            break
+        yield from pieces
+
+    def _tell_division(self, model_id: ModelId, cause: str) -> None:
         if division := self._engine.division(model_id):
-            self.story.tell(self._clock(), "open_model", division, model_id)
-            self._log.info("model opened", model=model_id, division=division)
+            self.story.tell(self._clock(), cause, division, model_id)
+            self._log.info("who runs a model", model=model_id, division=division)
 
     def warm_up(self, model_id: ModelId) -> Iterator[None]:
         return self._engine.warm_up(model_id)
@@ -168,12 +183,18 @@ class Steps:
         with self._blamed():
             return self._engine.prepare(model_id, manifest, block, weights)
 
-    def make_adapter(self, manifest: Manifest) -> Callable[[memoryview], Adapter]:
+    def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
         with self._blamed():
             return self._engine.make_adapter(manifest)
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> None:
         self._engine.use_adapter(name, adapter)
+
+        def settle() -> Callable[[], None]:
+            self._engine.settle_adapter(adapter)
+            return lambda: None
+
+        self._aside(settle)
 
     def drop_adapter(self, name: ModelId) -> None:
         """Conflict: sequences run with it."""

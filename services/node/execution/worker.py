@@ -1,5 +1,5 @@
 """The engine thread of a node. It alone runs the scheduler and the engine. Only grammars are made
-elsewhere, one after the other, on a thread beside it.
+elsewhere, one after the other, on a thread beside it, which also settles adapters.
 
 Everything reaches it through one queue of calls and leaves through `send` and `emit`. Between two
 blocks it takes in all calls that have come, so that new rows join the sweep at a block ahead, or
@@ -17,13 +17,20 @@ from services.node.core.handover import Worth
 from services.node.core.kv import KvMover
 from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
-from services.node.engine.base import Adapter, Bell, Engine, Weights
+from services.node.engine.base import Bell, Engine, MakeAdapter, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
 from services.node.execution.sweeps import Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
-from shared.errors import CapacityExceeded, ConfigError, Conflict, LambdaScaleError, TransportError
+from shared.errors import (
+    CapacityExceeded,
+    ConfigError,
+    Conflict,
+    LambdaScaleError,
+    SourceLost,
+    TransportError,
+)
 from shared.grammar import FOLLOW_STACK
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -44,12 +51,13 @@ alone."""
 
 def check_begun(submit: Submit, *, over: bool) -> None:
     """CapacityExceeded if a request that may kill nodes has ended before all of its path had room
-    for it: then it can have killed none of them."""
+    for it: then it can have killed none of them. SourceLost if another request has ended before it
+    had the KV of the attempt before."""
+    ended = f"attempt {submit.attempt} of request {submit.request} ended before"
     if over and submit.alone_until:
-        raise CapacityExceeded(
-            f"attempt {submit.attempt} of request {submit.request} ended before all nodes of its "
-            "path had room for it: submit elsewhere"
-        )
+        raise CapacityExceeded(f"{ended} all nodes of its path had room for it: submit elsewhere")
+    if over:
+        raise SourceLost(f"{ended} it had the KV of attempt {submit.takes_over}")
 
 
 class Worker:
@@ -248,12 +256,17 @@ class Worker:
             await self._device.settle()
         await self._ask(lambda steps: steps.close_model(model_id, asleep=asleep))
 
-    async def adapt(self, name: ModelId, manifest: Manifest, buffer: memoryview) -> None:
+    async def expect_adapter(self, manifest: Manifest) -> MakeAdapter:
+        """An adapter is on its way: finds memory for it. Returns what makes it, for `adapt`.
+        Errors: see `Engine.make_adapter`."""
+        found: list[Callable[[], MakeAdapter]] = []
+        await self._ask(lambda steps: found.append(steps.make_adapter(manifest)))
+        return await asyncio.to_thread(found[0])
+
+    async def adapt(self, name: ModelId, make: MakeAdapter, buffer: memoryview) -> None:
         """Once this returns, requests can be run with the adapter, and nobody needs the buffer. It
-        is made ready beside the engine's thread. Errors: see `Engine.make_adapter`."""
-        makers: list[Callable[[memoryview], Adapter]] = []
-        await self._ask(lambda steps: makers.append(steps.make_adapter(manifest)))
-        adapter = await asyncio.to_thread(makers[0], buffer)
+        is made ready beside the engine's thread."""
+        adapter = await asyncio.to_thread(make, buffer)
         await self._ask(lambda steps: steps.use_adapter(name, adapter))
 
     async def drop_adapter(self, name: ModelId) -> None:
@@ -263,7 +276,8 @@ class Worker:
     async def submit(self, submit: Submit) -> None:
         """Queues the attempt. Waits for the KV that it takes over, if it does, for SETTLE_S at
         most; and if the request may kill nodes, until all of its path have room for it.
-        CapacityExceeded, NotFound, StaleEpoch or BadInput: it was not queued, or did not begin."""
+        CapacityExceeded, NotFound, StaleEpoch, SourceLost or BadInput: it was not queued, or did
+        not begin."""
         settled, over = asyncio.Event(), False
         loop = asyncio.get_running_loop()
 
@@ -317,6 +331,10 @@ class Worker:
         since = self._busy_since
         busy_s = None if since is None else time.monotonic() - since
         return Pulse(busy_s, self._longest_s, self._failed_in_a_row, self._broken())
+
+    def regroup(self) -> None:
+        """Processes have ended that ran models for the engine: see `Engine.regroup`."""
+        self._post(lambda steps: self._do_pieces(steps.regroup()))
 
     # --- between the threads ------------------------------------------------
 
@@ -465,6 +483,12 @@ class Worker:
             return
         telemetry.record("warm_up", start_ns=started, end_ns=wall_ns(), parent=trace)
         self._post(lambda _: self._warm_up(pieces, trace))
+
+    def _do_pieces(self, pieces: Iterator[None]) -> None:
+        """Between two pieces, what runs has a step. An error ends the node."""
+        for _ in pieces:
+            self._post(lambda _: self._do_pieces(pieces))
+            break
 
     def _close(self, steps: Steps) -> None:
         self._stopping = True

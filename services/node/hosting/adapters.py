@@ -7,9 +7,8 @@ and nothing else.
 """
 
 import asyncio
-import mmap
 from collections.abc import Sequence
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from dataclasses import dataclass
 
 from structlog.stdlib import BoundLogger
@@ -20,6 +19,7 @@ from services.node.checkpoints.reading import Unreadable, Wanted
 from services.node.hosting.library import REGISTRY_TIMEOUT_S, Library
 from services.node.hosting.pieces import pieces
 from services.node.hosting.promotion import Spawn
+from services.node.memory.recycled import Recycled
 from services.node.moving.mover import permit_for, region_of
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import subjects, telemetry
@@ -81,6 +81,8 @@ class Adapters:
         self._held: dict[ModelId, _Held] = {}
         """In the order of their last use."""
         self._making_room = asyncio.Lock()
+        self._memory = Recycled()
+        """Where the bytes of adapters come to."""
 
     async def everywhere(self, submit: Submit) -> None:
         """Has all stages of a request load its adapter. Errors of `ready`; BusError."""
@@ -141,8 +143,10 @@ class Adapters:
         async with self._making_room:
             await self._make_room(memory_of(manifest))
             held.nbytes = memory_of(manifest)
-        buffer = await self._read(adapter, manifest)
-        await self._worker.adapt(adapter, manifest, buffer)
+        make, buffer = await asyncio.gather(
+            self._worker.expect_adapter(manifest), self._read(adapter, manifest)
+        )
+        await self._worker.adapt(adapter, make, buffer)
 
     async def _make_room(self, nbytes: int) -> None:
         if nbytes > self._nbytes:
@@ -177,7 +181,7 @@ class Adapters:
 
     async def _read(self, adapter: ModelId, manifest: Manifest) -> memoryview:
         if self._library.is_stored(adapter):
-            into = _memory(manifest.nbytes)
+            into = self._memory.take(manifest.nbytes).memory
             async with aclosing(self._library.read(adapter, [Wanted(0, into)])) as outcomes:
                 failed = [o.error async for o in outcomes if isinstance(o, Unreadable)]
             if not failed:
@@ -190,7 +194,7 @@ class Adapters:
         failure: LambdaScaleError = NotFound(f"no node has adapter {adapter} now")
         for source in self._nearest(answer.sources):
             # A read that is given up may still write for a while: not to where the next one reads.
-            into = _memory(manifest.nbytes)
+            into = self._memory.take(manifest.nbytes).memory
             try:
                 await self._fetch(adapter, manifest, source, answer.capability, into)
                 return into
@@ -235,15 +239,6 @@ class Adapters:
         for failure in await asyncio.gather(*brought, return_exceptions=True):
             if failure is not None:
                 raise failure
-
-
-def _memory(nbytes: int) -> memoryview:
-    """In huge pages if the system has them: small ones take longer to get than to fill."""
-    memory = mmap.mmap(-1, nbytes)
-    if advice := getattr(mmap, "MADV_HUGEPAGE", None):
-        with suppress(OSError):
-            memory.madvise(advice)
-    return memoryview(memory)
 
 
 def _told(adapter: ModelId, error: Exception) -> LambdaScaleError:

@@ -108,6 +108,9 @@ class Network:
         """What each attempt has generated, with the tokens that it began with."""
         self.yields: dict[str, str] = {}
         """The attempt that each one takes over from, once it asks it to yield."""
+        self.free: set[str] = set()
+        """Attempts that may run although they take over from others: these have ended for them, or
+        they wait for them no longer."""
         self.open: dict[str, Submit] = {}
         """Accepted attempts that have not ended, by sequence key."""
         self.next_index: dict[str, int] = {}
@@ -164,6 +167,8 @@ class Network:
         else:
             if isinstance(message, Yield):
                 self.yields[message.taker] = message.sequence
+            if isinstance(message, Yielded):
+                self.free.add(attempt_of(message.taker))
             commands = batcher.received(message)
             if isinstance(message, Admit):
                 self.check_answer(target, message, commands)
@@ -191,6 +196,7 @@ class Network:
         self.do(name, node.batcher.brought(command, right=right))
 
     def late(self, name: str, key: str) -> None:
+        self.free.add(key)
         self.do(name, self.nodes[name].batcher.late(key))
 
     def attach(self, name: str) -> None:
@@ -238,6 +244,8 @@ class Network:
                 try:
                     node.engine.join(part)
                 except CapacityExceeded:
+                    if newest := node.batcher._leader.takings.newest_of(part.model_id):
+                        self.free.add(newest)
                     self.do(name, node.batcher.no_room(part, Failure("capacity", "full")))
                 else:
                     sweep.parts.append(part)
@@ -318,7 +326,7 @@ class Network:
         assert key in self.open, "an end or a token of an attempt that is over"
         message = self.open[key]
         if isinstance(what, AttemptFailed):
-            assert what.code in ("peer_lost", "capacity", "not_found", "bad_input")
+            assert what.code in ("peer_lost", "source_lost", "capacity", "not_found", "bad_input")
             del self.open[key]
             self.failed.append(what)
             return
@@ -373,6 +381,8 @@ class Network:
                 assert context is None or row.sequence in node.ruled
             if part.stage > 0:
                 continue
+            for key in map(attempt_of, part.keys):
+                assert key in self.free or not waits(self.open[key]), "both nodes may die of it"
             later = [stage.node for stage in part.path.stages[1:]]
             assert all((other, key) in self.admitted for other in later for key in part.keys)
             assert node.batcher.flights(part.path) <= len(part.path.stages)
@@ -417,3 +427,10 @@ class Network:
             if not moved:
                 return
         raise AssertionError("never settles")
+
+
+def waits(submit: Submit) -> bool:
+    """Whether the attempt waits until the one before has ended."""
+    scored = submit.score_from and submit.score_from < submit.prompt_tokens
+    plain = not (scored or submit.pooling) and submit.sampling.logprobs is None
+    return bool(submit.kv_from) and plain and len(submit.stages) == 1

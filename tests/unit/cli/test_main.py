@@ -1,5 +1,6 @@
 """The command line as a whole: help, exit codes, and one clear line for every failure."""
 
+import argparse
 import asyncio
 import json
 import os
@@ -7,14 +8,14 @@ import secrets
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import pytest
 import structlog
 
 from services.cli import run_service, self_test
-from services.cli.main import main
+from services.cli.main import main, make_parser
 from shared.errors import ConfigError, NotFound
 
 COMMANDS = [
@@ -282,3 +283,21 @@ def test_a_service_imports_nothing_of_other_commands() -> None:
         {"opentelemetry.exporter", "services.cli.bench", "services.cli.simulate", "simulation"}
     )
     assert imported.isdisjoint({"numpy", "torch"})
+
+
+def test_every_command_is_the_same_with_and_without_the_others() -> None:
+    for command, parser in commands().items():
+        assert commands([command, "--help"])[command].format_help() == parser.format_help()
+
+
+def test_a_command_imports_nothing_of_others() -> None:
+    script = "import sys, services.cli.main as m; m.make_parser(['status']); print(*sys.modules)"
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    imported = set(run.stdout.split())
+    assert "services.cli.status" in imported
+    assert not imported & {"services.cli.bench", "services.cli.simulate", "services.cli.plan"}
+
+
+def commands(argv: Sequence[str] = ()) -> Mapping[str, argparse.ArgumentParser]:
+    (group,) = (a for a in make_parser(argv)._actions if isinstance(a, argparse._SubParsersAction))
+    return group.choices

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,6 +67,31 @@ def test_a_failure_of_any_check_is_named_and_is_the_exit_code(tmp_path: Path) ->
     assert last == "lambdascale: failed: ruff format, ruff check, pytest, mypy"
 
 
+HOW_MANY = """
+from hypothesis import settings
+from tests.support.amounts import amount, cases
+
+def test_amounts() -> None:
+    found = (amount(2, thorough=3), cases([1], thorough=[1, 2]), settings().max_examples)
+    assert found == EXPECTED
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"), [([], (2, [1], 40)), (["--thorough"], (3, [1, 2], 320))]
+)
+def test_a_thorough_run_tries_more(
+    arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(self_test.THOROUGH, raising=False)
+    test = tmp_path / "test_amounts.py"
+    test.write_text(HOW_MANY.replace("EXPECTED", repr(expected)))
+    how = [*arguments, "-p", "tests.conftest", "-p", "no:cacheprovider", str(test)]
+    command = [sys.executable, "-m", "services.cli", "test", *how]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert "1 passed" in done.stdout, done.stdout + done.stderr
+
+
 ONCE = """
 from pathlib import Path
 
@@ -91,12 +117,12 @@ def test_what_failed_first_and_passed_alone_is_named_at_the_end(
     checks: list[str] = []
     start = self_test._start
 
-    def only_pytest(command: list[str], stdout: int | None = None) -> "subprocess.Popen[str]":
+    def only_pytest(command: list[str], **how: Any) -> "subprocess.Popen[str]":
         checks.append(command[0])
-        return start(command if command[0] == "pytest" else ["platform"], stdout)
+        return start(command if command[0] == "pytest" else ["platform"], **how)
 
     monkeypatch.setattr(self_test, "_start", only_pytest)
-    assert self_test.run(argparse.Namespace(rest=[], fast=False)) == 0
+    assert self_test.run(argparse.Namespace(rest=[], fast=False, thorough=False)) == 0
     last = capfd.readouterr().err.splitlines()[-2:]
     assert last[0].startswith(
         "lambdascale: WARNING: 1 tests failed first, and passed when they ran"

@@ -6,6 +6,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from services.gateway.core.admission import TooLong
 from services.gateway.text import DecodeStream, Offsets, Stops, StopStrings, TextCodec
 from shared.errors import BadInput, ModelError
+from tests.support.amounts import examples
 from tests.unit.gateway.support import BOS, EOS_ID, SPECIAL, TOKENIZER, VOCAB, ids_of
 
 CODEC = TextCodec(TOKENIZER.to_str().encode(), bos=BOS)
@@ -70,7 +71,7 @@ def test_a_stream_of_bytes_reads_as_the_whole(text: str) -> None:
 
 
 @given(st.lists(st.integers(0, VOCAB - 1), max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 def test_any_tokens_read_as_the_whole(ids: list[int]) -> None:
     """Broken characters too: what can't be completed is given out, and only then."""
     assert "".join(streamed(CODEC, ids)) == CODEC.decode(ids)

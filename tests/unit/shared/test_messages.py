@@ -13,6 +13,7 @@ from shared.ids import Generation, NodeId, RequestId
 from shared.messages import KINDS, Message, decode, encode, version
 from shared.messages.pool import NodeGone
 from shared.messages.serving import Cancel, Token
+from tests.support.amounts import examples
 from tests.support.malformed import well_framed
 
 by_kind = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: str(kind.__name__))
@@ -31,7 +32,7 @@ def test_a_kind_has_a_tag_of_its_own(kind: type[Message]) -> None:
 
 
 @by_kind
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(WHOLE[kind])
@@ -119,7 +120,7 @@ def test_text_that_is_not_utf8_is_a_bad_message() -> None:
 
 
 @by_kind
-@settings(max_examples=20)
+@settings(max_examples=examples(12))
 @given(data=st.data())
 def test_what_means_nothing_passes_the_decoder(kind: type[Message], data: st.DataObject) -> None:
     """So that the tests of boundaries (tests/support/malformed.py) test what can arrive."""

@@ -156,9 +156,12 @@ class Kernels:
         self._openmp = _openmp()
         self.barrier = self._openmp and ctypes.cast(self._openmp.GOMP_barrier, ctypes.c_void_p)
         """The barrier at which all threads of a call wait for each other."""
-        loaded.meet.argtypes, loaded.meet.restype = (ctypes.c_void_p,), None
+        for function in (loaded.meet, loaded.lose):
+            function.argtypes, function.restype = (ctypes.c_void_p,), None
         self.meet = loaded.meet
         """Takes the address of a Team."""
+        self.lose = loaded.lose
+        """The same."""
         loaded.best_way.restype = ctypes.c_int64
         self.way = int(loaded.best_way())
         """The best way here to multiply bfloat16 (`Way` in kernels.h)."""

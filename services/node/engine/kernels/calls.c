@@ -126,7 +126,7 @@ typedef struct {
     void (*wait)(void);             /* until all threads came here; NULL: there is one */
     Team *team;                     /* the ranks that share `hidden`, `attended` and `gated`; NULL: none */
     int64_t rank;
-    int64_t over;                   /* 1: no further block; a team has its own */
+    int64_t over;                   /* 1: no further block; of a team, as rank 0 said when they met */
     const int32_t *whose;           /* see Adapting; NULL: no row has an adapter */
     const LowRank *const *adapters; /* [layers, n_adapters] */
     int64_t n_adapters;
@@ -147,7 +147,10 @@ INLINE int64_t *ended(Layers *s, int64_t thread, int part) {
 INLINE int64_t *gathered(Layers *s, int64_t thread, int part) {
     int64_t *next = ended(s, thread, part);
     if (s->team) {
-        if (!thread) meet(s->team);
+        if (!thread) {
+            meet(s->team);
+            s->over = s->team->over; /* all threads go by one look: others may not wait for this rank */
+        }
         if (s->wait) s->wait();
     }
     return next;
@@ -229,6 +232,6 @@ void run_layers(void *argument) {
             gathered(s, thread, l->gate_up ? 7 : 5);
         }
         block++;
-    } while (block < s->n_blocks && !(s->team ? s->team->over : s->over));
+    } while (block < s->n_blocks && !s->over);
     if (!thread) s->ran = block;
 }

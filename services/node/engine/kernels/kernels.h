@@ -48,10 +48,15 @@ typedef struct {
     int32_t here __attribute__((aligned(64)));  /* how many have come to the meeting */
     int32_t round __attribute__((aligned(64))); /* meetings that are over */
     int32_t asleep;      /* how many sleep until one is */
+    int32_t lost;        /* a rank has ended: nobody waits for the others any more */
 } Team;
 
-/* Returns when every rank has called it. What each wrote before, all see afterwards. */
+/* Returns when every rank has called it. What each wrote before, all see afterwards. Of a team that is
+   lost it returns at once: what the ranks compute then is worth nothing. */
 void meet(Team *t);
+
+/* Says that the team is lost, also to those who wait for the others. */
+void lose(Team *t);
 
 /* What an adapter adds to the product of a matrix: b (a x) (LoRA; Hu et al. 2021). */
 typedef struct {

@@ -22,7 +22,8 @@ INLINE void pause_for_a_moment(void) {
 
 void meet(Team *t) {
     /* Nobody can go on to the next meeting before this rank has come, so this is the meeting's own. */
-    int32_t round = __atomic_load_n(&t->round, __ATOMIC_RELAXED);
+    int32_t round = __atomic_load_n(&t->round, __ATOMIC_ACQUIRE);
+    if (__atomic_load_n(&t->lost, __ATOMIC_RELAXED)) return;
     if (__atomic_add_fetch(&t->here, 1, __ATOMIC_ACQ_REL) == t->ranks) {
         __atomic_store_n(&t->here, 0, __ATOMIC_RELAXED);
         __atomic_store_n(&t->round, round + 1, __ATOMIC_SEQ_CST);
@@ -38,4 +39,12 @@ void meet(Team *t) {
     while (__atomic_load_n(&t->round, __ATOMIC_ACQUIRE) == round)
         syscall(SYS_futex, &t->round, FUTEX_WAIT, round, NULL, NULL, 0);
     __atomic_sub_fetch(&t->asleep, 1, __ATOMIC_SEQ_CST);
+}
+
+void lose(Team *t) {
+    /* Whoever read `round` before finds that another has begun, and whoever reads it afterwards finds
+       `lost`. */
+    __atomic_store_n(&t->lost, 1, __ATOMIC_RELAXED);
+    __atomic_add_fetch(&t->round, 1, __ATOMIC_SEQ_CST);
+    syscall(SYS_futex, &t->round, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
 }

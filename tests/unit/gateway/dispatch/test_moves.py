@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 
 from services.gateway.core.breaker import PAUSE_S
-from shared.errors import BusTimeout, CapacityExceeded, NotReady
+from services.gateway.core.commands import Send
+from services.gateway.core.routes import PAST
+from shared.errors import BusTimeout, CapacityExceeded, NoResponders, NotReady, SourceLost
 from shared.ids import RequestId
 from shared.messages.serving import AttemptFailed, Tokens
 from tests.unit.gateway.dispatch.builders import MOVING, Driver, emitted, moving, sent, withdrawn
@@ -107,6 +109,34 @@ def test_a_request_whose_source_fails_moves_alone() -> None:
     assert sent(commands) == [("a", "replica-3", 3)]
     driver = moving(0)
     assert sent(driver.publish(replica(3))) == [("a", "replica-3", 3)]
+
+
+def test_what_a_target_cannot_take_over_is_asked_about_where_it_is() -> None:
+    """The target has lost the source's node, which may live."""
+    driver = moving(0)
+    error = SourceLost("node-1 does not answer")
+    commands = driver.dispatch.on_not_taken(RequestId("a"), 2, error, driver.now)
+    assert sent(commands) == [("a", "path-1-2", 1)]
+    assert on_instances(driver) == {"path-1-2": 1}
+    driver.take("a", 1)
+    assert emitted(driver.give("a", 1, 1))
+    assert sent(driver.admit("b")) == [("b", "replica-3", 1)], "the target is not at fault"
+
+
+def test_what_a_target_cannot_take_over_may_have_killed_the_source() -> None:
+    driver = moving(0)
+    failed = AttemptFailed(RequestId("a"), 2, SourceLost.code, "node-1 died")
+    message = Tokens(node=replica(3).leader, tokens=(), failed=(failed,))
+    assert sent(driver.dispatch.on_tokens(message, driver.now)) == [("a", "path-1-2", 1)]
+    driver.publish(MOVING, replica(3), replica(4))
+    nobody = NoResponders("no process")
+    (send,) = [
+        each
+        for each in driver.dispatch.on_not_taken(RequestId("a"), 1, nobody, driver.now)
+        if isinstance(each, Send)
+    ]
+    assert isinstance(send, Send)
+    assert (send.submit.instance, send.submit.alone_until) == ("replica-4", 4 + 1 + PAST)
 
 
 def test_a_target_that_goes_leaves_its_request_where_it_is() -> None:

@@ -3,20 +3,17 @@
 import pytest
 
 from services.gateway.core.breaker import PAUSE_S
-from services.gateway.core.commands import AskWhetherAlive, AskWhoDied, Command, End, Send
+from services.gateway.core.commands import AskWhoDied, Command, Send
 from services.gateway.core.routes import PAST
 from services.gateway.core.suspects import TOLD_S
-from shared.errors import BusTimeout, CapacityExceeded, NoResponders, RequestKillsNodes
+from shared.errors import BusTimeout, CapacityExceeded, NoResponders
 from shared.ids import GatewayId, RequestId
-from shared.messages.instances import Instance, InstanceState
+from shared.messages.instances import InstanceState
 from shared.messages.load import GatewayLoad, ModelLoad
 from shared.messages.serving import AttemptFailed, Tokens
 from tests.unit.gateway.dispatch.builders import NAME, Driver, ended, sent
+from tests.unit.gateway.dispatch.deaths import alone, asked, dies, judge, refused, suspects
 from tests.unit.gateway.support import path, replica
-
-
-def dies(driver: Driver, number: int) -> list[Command]:
-    return driver.dispatch.on_node_gone(replica(number).leader, driver.now)
 
 
 def fails(driver: Driver, name: str, attempt: int, code: str) -> list[Command]:
@@ -24,32 +21,6 @@ def fails(driver: Driver, name: str, attempt: int, code: str) -> list[Command]:
     return driver.dispatch.on_tokens(
         Tokens(node=replica(1).leader, tokens=(), failed=(failed,)), driver.now
     )
-
-
-def asked(commands: list[Command]) -> list[AskWhetherAlive]:
-    return [command for command in commands if isinstance(command, AskWhetherAlive)]
-
-
-def refused(commands: list[Command]) -> list[str]:
-    return [
-        command.request
-        for command in commands
-        if isinstance(command, End) and isinstance(command.error, RequestKillsNodes)
-    ]
-
-
-def judge(driver: Driver, ask: AskWhetherAlive, *, dead: bool) -> list[Command]:
-    nodes = ask.nodes[:1] if dead else ()
-    return driver.dispatch.on_judged(ask.request, ask.attempt, nodes, driver.now)
-
-
-def suspects(driver: Driver, *names: str) -> list[Command]:
-    """They run on replica 1, which dies while it is the only one."""
-    driver.publish(replica(1))
-    driver.admit(*names)
-    commands = dies(driver, 1)
-    driver.dispatch.validate()
-    return commands
 
 
 def test_a_request_that_kills_its_node_twice_is_refused() -> None:
@@ -155,12 +126,6 @@ def convicted(driver: Driver, name: str, number: int) -> list[Command]:
     commands = judge(driver, ask, dead=True)
     driver.dispatch.validate()
     return commands
-
-
-def alone(commands: list[Command]) -> dict[str, bool]:
-    """Who is sent, and whether alone."""
-    sends = [each.submit for each in commands if isinstance(each, Send)]
-    return {submit.request: submit.alone_until > 0 for submit in sends}
 
 
 def test_when_it_is_known_who_did_it_the_others_go_on_together() -> None:
@@ -373,14 +338,16 @@ def test_a_request_that_was_refused_is_no_suspect() -> None:
     assert send.submit.alone_until == 0
 
 
-@pytest.mark.parametrize("instance", [replica(1), path(1, 2)])
-def test_another_planner_s_instances_make_no_suspects(instance: Instance) -> None:
-    """A planner that takes over names paths anew, and no node has died."""
-    driver = Driver(instance)
-    driver.admit("a")
-    driver.epoch += 1
-    (send,) = [c for c in driver.publish(replica(3)) if isinstance(c, Send)]
-    assert send.submit.alone_until == 0
+def test_silence_of_a_node_that_had_not_begun_a_suspect_clears_it_of_nothing() -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    silence = BusTimeout("silence")
+    (ask,) = asked(driver.dispatch.on_not_taken(RequestId("a"), 2, silence, driver.now))
+    assert sent(judge(driver, ask, dead=False)) == [("a", "replica-3", 3)]
+    driver.take("a", 3)
+    (ask,) = asked(dies(driver, 3))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
 
 
 def test_a_suspect_is_cleared_while_its_prompt_is_scored() -> None:
@@ -411,37 +378,3 @@ def test_requests_end_in_their_order() -> None:
     (ask,) = asked(dies(driver, 3))
     assert ask.request == "b"
     assert ended(judge(driver, ask, dead=True))[0][0] == "b"
-
-
-def left(driver: Driver) -> None:
-    """A request has just moved from a path over node 1 to replica 3, which gave no token yet."""
-    driver.publish(path(1, 2))
-    driver.admit("a")
-    driver.give("a", 1, 0)
-    driver.publish(path(1, 2, state=InstanceState.MOVING), replica(3), replica(4))
-    driver.take("a", 2)
-
-
-def test_a_request_that_has_just_left_the_node_is_a_suspect() -> None:
-    driver = Driver()
-    left(driver)
-    (send,) = [each for each in dies(driver, 1) if isinstance(each, Send)]
-    assert send.submit.alone_until == 4 + 1 + PAST
-    driver.dispatch.validate()
-    driver.take("a", 3)
-    (ask,) = asked(dies(driver, 3))
-    assert refused(judge(driver, ask, dead=True)) == ["a"]
-
-
-def test_a_request_that_got_past_what_it_left_is_no_suspect() -> None:
-    driver = Driver()
-    left(driver)
-    for index in range(1, 1 + PAST):
-        driver.give("a", 2, index)
-    assert sent(dies(driver, 1)) == []
-
-
-def test_a_path_that_nothing_runs_on_makes_no_suspects_when_it_goes() -> None:
-    driver = Driver()
-    left(driver)
-    assert sent(driver.publish(replica(3), replica(4))) == []

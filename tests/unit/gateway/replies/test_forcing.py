@@ -18,6 +18,7 @@ from services.gateway.replies.parts import Call, Reply
 from services.gateway.replies.reading import ReplyReader
 from services.gateway.replies.tools import ToolUse
 from shared import grammar
+from tests.support.amounts import examples
 
 BYTES = LLTokenizer("byte")
 WEATHER: dict[str, Any] = {
@@ -99,7 +100,7 @@ def check(call: Call) -> None:
 
 @pytest.mark.parametrize("dialect", DIALECTS, ids=NAMES)
 @given(seed=st.integers(0, 1 << 30), several=st.booleans(), named=st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_forced_replies_are_calls(dialect: Dialect, seed: int, several: bool, named: bool) -> None:
     tools = use(required=True, several=several, named="weather" if named else None)
     text, ended = walked(grammar_of_reply(form(dialect), tools, ""), seed)

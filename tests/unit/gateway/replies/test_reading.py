@@ -12,6 +12,7 @@ from services.gateway.replies.dialects import HERMES, LLAMA, MISTRAL, QWEN_CODER
 from services.gateway.replies.form import Form
 from services.gateway.replies.parts import Argued, Called, Part, Reply, Said, Thought
 from services.gateway.replies.reading import ReplyReader
+from tests.support.amounts import examples
 
 TOOLS: dict[str, dict[str, Any]] = {
     "f": {"properties": {"a": {"type": "string"}, "n": {"type": "integer"}}},
@@ -155,7 +156,7 @@ TEXTS = st.lists(SNIPPETS, max_size=10).map("".join) | st.sampled_from([t for _,
 
 
 @given(form=FORMS, text=TEXTS, cuts=st.lists(st.integers(0, 300), max_size=8))
-@settings(max_examples=500)
+@settings(max_examples=examples(250))
 def test_any_cut_gives_the_same(form: Form, text: str, cuts: list[int]) -> None:
     places = sorted({0, len(text), *(cut for cut in cuts if cut < len(text))})
     pieces = [text[a:b] for a, b in pairwise(places)]
@@ -165,7 +166,7 @@ def test_any_cut_gives_the_same(form: Form, text: str, cuts: list[int]) -> None:
 
 
 @given(form=FORMS, text=TEXTS)
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 def test_calls_that_may_be_none_come_whole(form: Form, text: str) -> None:
     parts = read(form, *text)
     calls = [part for part in parts if isinstance(part, Called)]

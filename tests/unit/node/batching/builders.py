@@ -42,6 +42,8 @@ class FakeKv:
     """What host memory has of sequences, by their keys."""
     restored: dict[str, list[tuple[int, bool]]] = field(default_factory=dict)
     """What comes of it each time, by the sequence's key: see `Kv.restore`."""
+    each: int = 100
+    """Bytes of a position."""
 
     def kv_share(self, model_id: ModelId) -> int:
         return self.kv_capacity
@@ -83,7 +85,7 @@ class FakeKv:
         return self.restored[key].pop(0)
 
     def position_bytes(self, model_id: ModelId) -> int:
-        return 100
+        return self.each
 
     def receive(
         self,

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from services.node.core.batching import Batcher
-from services.node.core.handover import secret_of
+from services.node.core.handover import AHEAD_BYTES, FEW, secret_of
 from services.node.core.kv import PAGE, movable
 from services.node.core.microbatches import (
     Bring,
@@ -15,14 +15,17 @@ from services.node.core.microbatches import (
     KvDone,
     KvHere,
     Send,
+    Settled,
     StageMessage,
     Stop,
     Yield,
     Yielded,
 )
 from services.node.core.sequences import limit_of
+from shared.errors import SourceLost
+from shared.ids import RequestId
 from shared.messages.instances import Stage
-from shared.messages.serving import Submit, Token
+from shared.messages.serving import AttemptFailed, Submit, Token
 from tests.support.submits import BLOCKS, WHOLE, stages, submit
 from tests.unit.node.batching.builders import FakeKv, batcher, queue, run, take
 
@@ -72,10 +75,23 @@ def test_who_does_not_know_the_prompt_gets_nothing_and_ends_nothing(named: str) 
 class Taker:
     """A scheduler that takes over a sequence of PROMPT that has generated a 7."""
 
-    def __init__(self, *, kv: FakeKv | None = None, source: tuple[Stage, ...] = ELSEWHERE) -> None:
-        self.kv = kv or FakeKv()
+    def __init__(
+        self,
+        *,
+        kv: FakeKv | None = None,
+        source: tuple[Stage, ...] = ELSEWHERE,
+        short: bool = False,
+        worth: bool = True,
+    ) -> None:
+        """`short`: its KV is so little that the first round begins once it is lent. `worth`: it is
+        worth its time to copy KV."""
+        self.kv = kv or FakeKv(each=100 if short else AHEAD_BYTES)
         self.core = Batcher(
-            WHOLE[0].node, slots=8, step_tokens=64, kv=self.kv, worth=lambda *what: what[1] >= 0
+            WHOLE[0].node,
+            slots=8,
+            step_tokens=64,
+            kv=self.kv,
+            worth=lambda *what: worth and what[1] >= 0,
         )
         self.before = submit("r", source, prompt=PROMPT, max_tokens=40)
         message = msgspec.structs.replace(
@@ -211,19 +227,51 @@ def test_if_a_round_brings_nothing_the_sequence_goes_on_with_what_came_before(wh
     assert taker.goes_on((7, 8, 9)) == (END, (*PROMPT, 7, 8, 9)[END:])
 
 
-@pytest.mark.parametrize("why", ["late", "lost"])
-def test_what_is_being_brought_is_stopped_before_the_sequence_goes_on(why: str) -> None:
+def test_what_is_being_brought_is_stopped_before_the_sequence_goes_on() -> None:
     taker = Taker()
     taker.brought(taker.here(0, END, ran=END + 9))
     bring = taker.here(END, END + 9, ran=END + 11)
-    if why == "late":
-        commands = taker.core.late("r#2")
-    else:
-        commands = taker.core.peer_lost(ELSEWHERE[0].address, Failure("peer_lost", "b"))
+    commands = taker.core.late("r#2")
     assert [command for command in commands if isinstance(command, Stop)] == [Stop("r#2")]
     (row,) = take(taker.core)[0].rows
     assert (row.position, row.tokens) == (END, (*PROMPT, 7)[END:])
     assert taker.brought(bring, right=False) == []
+
+
+@pytest.mark.parametrize("phase", ["asked", "copying", "following", "yielding", "computed"])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_what_another_node_may_have_died_of_is_not_run_here(phase: str, lost: int) -> None:
+    source = stages(("b", 0, 4), ("c", 4, BLOCKS))
+    taker = Taker(source=source, worth=phase != "computed")
+    for stage in (0, 1) if phase in ("following", "yielding") else ():
+        ran = END + 9 if phase == "following" else END
+        taker.brought(taker.here(0, END, ran=ran, stage=stage))
+    if phase == "copying":
+        taker.here(0, END, ran=END)
+    commands = taker.core.peer_lost(source[lost].address, Failure("peer_lost", "it died"))
+    failed = AttemptFailed(RequestId("r"), 2, SourceLost.code, "it died")
+    assert [each.what for each in commands if isinstance(each, Emit)] == [failed]
+    assert Settled("r#2", over=True) in commands
+    assert (taker.core.running, taker.core.waiting, taker.core.take()) == (0, 0, ())
+
+
+def test_what_is_better_computed_here_runs_once_it_has_ended_there() -> None:
+    taker = Taker(worth=False)
+    assert messages(taker.begins) == [taker.yields]
+    assert taker.core.take() == ()
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
+
+
+@pytest.mark.parametrize("what", ["refused", "wrong"])
+def test_what_cannot_be_had_is_computed_once_it_has_ended_there(what: str) -> None:
+    taker = Taker()
+    if what == "refused":
+        said = messages(taker.core.received(KvHere("r#2", 0)))
+    else:
+        said = taker.brought(taker.here(0, END, ran=END), right=False)
+    assert said == [taker.yields]
+    assert taker.core.take() == ()
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
 
 
 def test_more_may_have_come_than_the_tokens_that_are_known() -> None:
@@ -232,3 +280,70 @@ def test_more_may_have_come_than_the_tokens_that_are_known() -> None:
     taker.brought(taker.here(0, END, ran=END + 17))
     assert taker.brought(taker.here(END, END + 17, ran=END + 18)) == [taker.yields]
     assert taker.goes_on(()) == (len(PROMPT), (7,))
+
+
+# --- a short sequence: the first round begins before the whole pages have come ---
+
+
+def lent(taker: Taker, end: int, *, ran: int, stage: int = 0) -> tuple[Bring, list[StageMessage]]:
+    """The stage has lent its KV of the whole pages: what is to be brought, and what is said."""
+    blocks = taker.before.stages[stage].start, taker.before.stages[stage].stop
+    where = "region", "", b"", *blocks, 0, end, ran
+    bring, *said = taker.core.received(KvHere("r#2", stage, *where))
+    assert isinstance(bring, Bring)
+    return bring, messages(said)
+
+
+@pytest.mark.parametrize("sooner", [False, True], ids=["in order", "round first"])
+def test_the_first_round_of_a_short_sequence_comes_with_its_whole_pages(sooner: bool) -> None:
+    taker = Taker(short=True)
+    bulk, said = lent(taker, END, ran=END + 9)
+    assert said == [asks(taker, END)]
+    more = taker.here(END, END + 11, ran=END + 11)
+    first, second = (more, bulk) if sooner else (bulk, more)
+    assert taker.brought(first) == []
+    assert taker.brought(second) == [taker.yields]
+    known = (*PROMPT, 7, *range(100, 114))
+    assert taker.goes_on(known[len(PROMPT) :]) == (END + 11, known[END + 11 :])
+    assert taker.kv.came == {"r#2": known[: END + 11]}
+
+
+def test_the_first_round_begins_once_all_stages_have_lent_their_part() -> None:
+    taker = Taker(source=stages(("b", 0, 4), ("c", 4, BLOCKS)), short=True)
+    bulk, said = lent(taker, END, ran=END + 9)
+    assert said == []
+    assert taker.brought(bulk) == []
+    bulk, said = lent(taker, END, ran=END + 8, stage=1)
+    assert said == [asks(taker, END), asks(taker, END, stage=1)]
+    assert taker.brought(taker.here(END, END + 10, ran=END + 10, stage=1)) == []
+    assert taker.brought(bulk) == []
+    assert taker.brought(taker.here(END, END + 9, ran=END + 10)) == [taker.yields]
+    assert taker.goes_on((7, *range(20)))[0] == END + 9
+
+
+def test_no_round_of_a_short_sequence_begins_for_a_few_positions() -> None:
+    taker = Taker(short=True)
+    bulk, said = lent(taker, END, ran=END + FEW)
+    assert said == []
+    assert taker.brought(bulk) == [taker.yields]
+
+
+@pytest.mark.parametrize("what", ["refused", "wrong"])
+def test_a_first_round_that_fails_does_not_cost_the_whole_pages(what: str) -> None:
+    taker = Taker(short=True)
+    bulk, _ = lent(taker, END, ran=END + 9)
+    if what == "refused":
+        assert messages(taker.core.received(KvHere("r#2", 0))) == []
+    else:
+        assert taker.brought(taker.here(END, END + 9, ran=END + 11), right=False) == []
+    assert taker.brought(bulk) == [taker.yields]
+    assert taker.goes_on((7, 8, 9)) == (END, (*PROMPT, 7, 8, 9)[END:])
+
+
+def test_whole_pages_that_fail_are_computed_whatever_has_come_of_a_round() -> None:
+    taker = Taker(short=True)
+    bulk, _ = lent(taker, END, ran=END + 9)
+    taker.brought(taker.here(END, END + 9, ran=END + 11))
+    assert taker.brought(bulk, right=False) == [taker.yields]
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
+    assert taker.kv.came == {}

@@ -43,7 +43,7 @@ class Adapted:
         imported = self._store.import_adapter(path, MODEL, self.model.manifest)
         weights = bytearray(imported.manifest.nbytes)
         self._store.fill(imported.model_id, 0, memoryview(weights))
-        adapter = engine.make_adapter(imported.manifest)(memoryview(weights))
+        adapter = engine.make_adapter(imported.manifest)()(memoryview(weights))
         engine.use_adapter(imported.model_id, adapter)
         weights[:] = bytes(len(weights))  # the engine keeps no view of them
         return imported.model_id
@@ -154,3 +154,23 @@ def test_a_row_whose_adapter_is_not_there_is_refused_alone(adapted: Adapted) -> 
     engine.drop_adapter(name)
     with pytest.raises(RowsRefused, match="not in memory"):
         run(engine, part([with_adapter(row("x", 0, PROMPT, draw=0), name)], 0, blocks))
+
+
+def test_the_memory_of_one_that_was_dropped_serves_the_next(adapted: Adapted) -> None:
+    engine = adapted.model.engine()
+    given = {name: adapted.add(engine, SPECS[name]) for name in ("all", "q_and_v", "bf16")}
+    wanted = {name: adapted.oracle(SPECS[name]).expected_tokens(PROMPT, 8) for name in SPECS}
+    at = address_of(engine, given["all"])
+    engine.settle_adapter(engine._adapters[given["bf16"]])
+    engine.drop_adapter(given.pop("all"))
+    given["high_rank"] = adapted.add(engine, SPECS["high_rank"])
+    given["all"] = adapted.add(engine, SPECS["all"])
+    assert address_of(engine, given["all"]) == at
+    for name, adapter in given.items():
+        assert generate(engine, adapter, 8, name) == wanted[name]
+        engine.free((name,))
+
+
+def address_of(engine: TorchEngine, adapter: ModelId) -> int:
+    """Where what is added in the first layer begins."""
+    return int(engine._adapters[adapter].given[0]._kept[0].data_ptr())

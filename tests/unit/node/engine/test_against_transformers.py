@@ -2,11 +2,13 @@
 
 import copy
 import random
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
+from tests.support.amounts import cases
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import Model, Path, make_model, make_oracle, pack, row
 
@@ -174,8 +176,13 @@ def test_resumption_on_another_path(model: Model) -> None:
     assert begun + Path(model).generate(prompt + begun, 7) == expected
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize("form", FAMILIES)
+@pytest.mark.parametrize(
+    ("form", "dtype"),
+    cases(
+        [*product(FAMILIES, ["bfloat16"]), ("gqa", "float16"), ("mistral_window", "float16")],
+        thorough=product(FAMILIES, ["float16"]),  # slow on processors
+    ),
+)
 def test_half_precision(form: str, dtype: str, logits: Logits) -> None:
     """transformers rounds after every operation, the engine less often: near, not the same.
 

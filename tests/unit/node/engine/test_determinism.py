@@ -18,6 +18,7 @@ from services.node.engine.base import Draw, Row, StagePart, Sweep
 from services.node.engine.engine import TorchEngine
 from services.node.engine.pages import FreePages
 from services.node.engine.sampling import Drawn
+from tests.support.amounts import examples
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import GREEDY, MODEL, Model, Path, make_model, part, row, run
 
@@ -93,7 +94,7 @@ def companions(rng: random.Random, step: int) -> list[Row]:
     threads=st.sampled_from([1, 2]),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -141,7 +142,7 @@ class Accepting:
     seed=st.integers(0, 2**32),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -212,7 +213,7 @@ class Crowd:
     cuts=st.sets(st.integers(1, 5), max_size=3),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
@@ -268,7 +269,7 @@ def test_the_same_without_our_kernels(
     pieces=st.sampled_from([1, 3, 9]),
 )
 @settings(
-    max_examples=25,
+    max_examples=examples(10),
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )

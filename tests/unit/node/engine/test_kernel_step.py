@@ -23,6 +23,7 @@ from services.node.engine.kv_sequence import KvSequence
 from services.node.engine.layer_step import LayerStep
 from services.node.engine.linear import Form
 from shared.ids import ModelId
+from tests.support.amounts import examples
 from tests.unit.node.engine.models import Model, make_model
 
 pytestmark = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
@@ -101,7 +102,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int]:
     window=st.sampled_from([None, 1, 5, 16, 150]),
     rng=st.randoms(use_true_random=False),
 )  # fmt: skip
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=examples(12), deadline=None)
 def test_layers(
     shape: tuple[int, int, int],
     lengths: list[tuple[int, int]],

@@ -11,10 +11,9 @@ import pytest
 
 from services.node import compiling
 from services.node.engine import kernels
+from tests.support.compilers import QUICKLY, quick_compiler
 
 CACHE = os.environ.get("XDG_CACHE_HOME", "")
-QUICKLY = "-O0"
-"""For tests that run no kernel: four times as quick to compile."""
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +46,7 @@ def test_compiled_once(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> No
 TOGETHER = """
 import os
 from services.node.engine import kernels
+from tests.support.compilers import QUICKLY, quick_compiler
 from services.node.transport import native
 
 started = []
@@ -64,15 +64,10 @@ assert [os.waitpid(pid, 0)[1] for pid in started] == [0, 0, 0]
 def test_processes_that_start_together_compile_once_and_later_ones_not_at_all(
     tmp_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, ran = shutil.which("cc"), tmp_path / "ran"
-    (tmp_path / "bin").mkdir()
-    script = tmp_path / "bin" / "cc"
-    script.write_text(f'#!/bin/sh\necho ran >> "{ran}"\nexec "{real}" "$@" {QUICKLY}\n')
-    script.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{script.parent}{os.pathsep}{os.environ['PATH']}")
+    monkeypatch.setenv("PATH", quick_compiler(tmp_path / "bin"))
     for _ in range(2):  # a second start compiles nothing
         subprocess.run([sys.executable, "-c", TOGETHER], check=True)
-        assert ran.read_text() == "ran\n" * 2
+        assert (tmp_path / "bin" / "ran").read_text() == "ran\n" * 2
         assert sorted(path.name.partition("-")[0] for path in libraries(empty_cache)) == [
             "kernels",
             "relay",

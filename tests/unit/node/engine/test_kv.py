@@ -23,6 +23,7 @@ from services.node.engine.kv_host import CpuCopies, KvHost, Pair
 from services.node.engine.kv_sequence import KvSequence, Run
 from shared.errors import CapacityExceeded, NotFound
 from shared.ids import ModelId
+from tests.support.amounts import examples
 
 MODEL, OTHER, THIRD = ModelId("m"), ModelId("other"), ModelId("third")
 STAGE, LAYERS = (0, 3), range(6)
@@ -745,7 +746,7 @@ class Machine(RuleBasedStateMachine):
 
 
 TestPages = Machine.TestCase
-TestPages.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPages.settings = settings(max_examples=examples(40), stateful_step_count=40, deadline=None)
 
 
 class HostMachine(Machine):
@@ -755,4 +756,4 @@ class HostMachine(Machine):
 
 
 TestHost = HostMachine.TestCase
-TestHost.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+TestHost.settings = settings(max_examples=examples(60), stateful_step_count=50, deadline=None)

@@ -25,6 +25,7 @@ from services.node.execution import activations
 from shared.errors import CapacityExceeded, EngineFailed, LambdaScaleError, PeerLost
 from shared.ids import RequestId
 from shared.messages.serving import Cancel, LogitRules, Sampling
+from tests.support.amounts import examples
 from tests.support.hash_engine import HIDDEN, HashSweep, continuation
 from tests.support.malformed import well_framed
 from tests.support.submits import BLOCKS, MODEL, TWO, WHOLE, submit
@@ -106,7 +107,7 @@ def for_us(message: StageMessage) -> StageMessage:
     return message
 
 
-@settings(max_examples=150, suppress_health_check=list(HealthCheck))
+@settings(max_examples=examples(80), suppress_health_check=list(HealthCheck))
 @given(st.lists(ANYTHING, max_size=12))
 def test_no_messages_end_the_node_or_reach_a_bug(messages: list[StageMessage]) -> None:
     rig = Rig()

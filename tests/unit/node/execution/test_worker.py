@@ -13,6 +13,7 @@ from shared.errors import (
     Conflict,
     NotFound,
     PeerLost,
+    SourceLost,
     StaleEpoch,
 )
 from shared.grammar import FOLLOW_STACK
@@ -135,6 +136,21 @@ async def test_a_suspect_is_taken_on_a_path_only_when_every_stage_has_room() -> 
         nodes.cut.clear()
         again = await nodes.submit(msgspec.structs.replace(suspect, attempt=2))
         assert (await again.end()).ids == ids
+
+
+async def test_an_attempt_is_not_taken_if_what_it_takes_over_is_lost() -> None:
+    """The other node may have died of the request."""
+    async with cluster("a", "b") as nodes:
+        nodes.cut.add("b")
+        source = stages(("b", 0, BLOCKS))
+        moves = msgspec.structs.replace(submit("r", WHOLE, attempt=2), takes_over=1, kv_from=source)
+        taken = asyncio.create_task(nodes.submit(moves))
+        await asyncio.sleep(0)
+        assert await nodes.workers["a"].story("r")  # asked after the attempt has come
+        assert not taken.done()
+        nodes.workers["a"].on_peer_lost("mem://b", PeerLost("connection reset"))
+        with pytest.raises(SourceLost, match="before it had the KV of attempt 1"):
+            await taken
 
 
 async def test_a_lost_peer_fails_its_attempts_and_no_others() -> None:

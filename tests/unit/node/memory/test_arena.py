@@ -11,11 +11,12 @@ from services.node.memory.arena import LARGE, PAGE, Arena, ModelSpace, Span
 from services.node.memory.views import address
 from shared.errors import BadInput, CapacityExceeded, Conflict
 from shared.layout import ALIGN, BlockSpec, Manifest
+from tests.support.amounts import examples
 
 PAGES = 32
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 12 * PAGE)), max_size=60), st.integers())
 def test_spans_never_overlap_and_nothing_leaks(steps: list[tuple[bool, int]], seed: int) -> None:
     arena = Arena(PAGES * PAGE)

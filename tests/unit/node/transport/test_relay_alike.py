@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from services.node.transport import native
 from services.node.transport.wire import PREFIX_BYTES, Kind, encode_fault, encode_prefix
 from shared.errors import RegionUnknown
+from tests.support.amounts import examples
 from tests.support.raw_peer import LIMIT_S, Node, Streams, impostor, next_frame
 
 SIZES = (700, 1, 300)
@@ -64,7 +65,7 @@ async def outcomes(sent: bytes, cuts: Sequence[int]) -> list[Outcome]:
     return results
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 @given(sent=st.lists(frames, max_size=8).map(b"".join), cuts=st.lists(st.integers(0, 900)))
 @example(sent=data(0, 700) + data(1, 1) + data(2, 300), cuts=[719, 720, 721, 741])
 @example(sent=data(0, 350) + data(2, 300) + data(0, 351), cuts=[])
