@@ -134,8 +134,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """The load must justify more instances for up to this long, the shorter the more there is of
     it. More than 0: fewer loads in vain where they are dear, and later answers to bursts."""
     horizon_s: Seconds = 1.0
-    """While load grows, the planner prepares for the load that is expected this much later, which
-    should be about as long as loading takes. 0: it does not look ahead."""
+    """How long loading is taken to take, and so how far the planner looks ahead, while no rate is
+    known."""
     anticipate: bool = True
     """Whether a model's history decides how long its replicas and their copies in memory are kept,
     and replicas are loaded ahead of load that came at this time on both of the last two days, or on

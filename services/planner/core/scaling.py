@@ -3,12 +3,11 @@ changes, and at `Decision.wake_at`.
 
 More replicas are asked for when work waits, or when sequences are expected to find no slot or no KV
 by the time at which a further replica would be there. Replicas on their way count, so a burst is
-answered once. A little work must wait for a while, so that a blip moves no weights; a queue worth
-several instances is answered at once. While the load grows, the expected load at the time when more
-replicas are there is answered at once, too. A model with objectives gets the least number of
-replicas that keeps them (`objectives`). Each replica goes when it has not been needed for the
-keep-alive time: scaling back up is cheap here (BlitzScale, section 5.4). `keeping` says how long
-its copy stays in memory.
+answered once, and what it has grown by when it has. With a hold, a little work must wait for a
+while; a queue worth several instances is answered at once. A model with objectives gets the least
+number of replicas that keeps them (`objectives`). Each replica goes when it has not been needed for
+the keep-alive time: scaling back up is cheap here (BlitzScale, section 5.4). `keeping` says how
+long its copy stays in memory.
 """
 
 from typing import Protocol
@@ -39,9 +38,6 @@ from shared.wording import counted
 
 STRONG = 2.0
 """A queue of this many instance-fulls is no blip, and is answered at once."""
-LOOK_S = 0.1
-"""Gateways report a changing load at least this often: a load that is the same for as long does not
-grow."""
 GROWTH = 1.0
 """The most by which load is expected to grow, in multiples of the present load: a short look at a
 burst says little about its length, and an event that runs can still grow."""
@@ -53,8 +49,6 @@ class Scaler(msgspec.Struct, frozen=True, gc=False):
     """Since when the model has had too few replicas, and which ones are not needed."""
 
     short_since: float | None = None
-    short_from: float = 0.0
-    """The instance-fulls at that time."""
     idle: Idle = NOT_NEEDED
 
 
@@ -111,18 +105,12 @@ def _decide(
     aim = _aim(demand, policy, have=have, coming=coming)
     idle = scaler.idle.after(aim.keep, now, total)
     if aim.want > total and aim.short:
-        since, origin = now, aim.load
-        if scaler.short_since is not None:
-            since, origin = scaler.short_since, scaler.short_from
-        scaler = Scaler(since, origin, idle)
+        since = now if scaler.short_since is None else scaler.short_since
+        scaler = Scaler(since, idle)
         urgent = policy.fixed is not None or total == 0 or total < policy.min_instances
-        answer_at = (
-            since if urgent else since + _hold_s(aim, demand, policy, grown=aim.load > origin)
-        )
+        answer_at = since if urgent else since + _hold_s(aim, demand, policy)
         if now >= answer_at:
             want = aim.want
-            if not aim.looks_ahead:
-                want = wanted(aim.load + _growth(scaler, aim.load, policy, now), policy)
             why = aim.why or _cause_up(demand, policy, have, coming, want)
             scaler = msgspec.structs.replace(scaler, idle=idle.after(want, now, want))
             return scaler, Decision(want, why, since, enough=want)
@@ -132,9 +120,9 @@ def _decide(
         first = idle.since[kept]
         cause = _cause_down(demand, policy, have, kept, now - first)
         return Scaler(idle=idle), Decision(kept, cause, first, enough=aim.keep)
-    ends = None if coming else idle.ends(kept, policy.keep_s)
-    if coming and not demand.idle:  # the burst goes on: what it has grown by so far still counts
+    if coming and not demand.idle:  # the burst goes on: what it grows by needs no further hold
         return msgspec.structs.replace(scaler, idle=idle), Decision(total, "", now, enough=aim.keep)
+    ends = None if coming else idle.ends(kept, policy.keep_s)
     return Scaler(idle=idle), Decision(total, "", now, ends, aim.keep)
 
 
@@ -216,26 +204,12 @@ def _without_objectives(
     return _Aim(soon, want, want, short=True, looks_ahead=True, late=late, why=why)
 
 
-def _hold_s(aim: _Aim, demand: Demand, policy: Policy, *, grown: bool) -> float:
-    """How long more must be wanted before it is asked for: the more work waits, the shorter. Weak
-    evidence is looked at twice, so that the growth is known."""
-    if aim.looks_ahead:
-        return policy.scale_up_hold_s * max(0.0, 1.0 - max(0.0, aim.late))
+def _hold_s(aim: _Aim, demand: Demand, policy: Policy) -> float:
+    """How long more must be wanted before it is asked for: the more work waits, the shorter."""
     evidence = demand.queued_requests / policy.slots / STRONG
-    hold_s = policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
-    if hold_s == 0.0 or grown:
-        return hold_s
-    return max(hold_s, min(LOOK_S, policy.scale_up_hold_s))
-
-
-def _growth(scaler: Scaler, load: float, policy: Policy, now: float) -> float:
-    """Instance-fulls that are added within the horizon, if load grows as it has since it was first
-    too much."""
-    since = scaler.short_since
-    if since is None or now <= since or load <= scaler.short_from:
-        return 0.0
-    rate = (load - scaler.short_from) / (now - since)
-    return min(rate * policy.horizon_s, GROWTH * load)
+    if aim.looks_ahead:
+        evidence = max(0.0, aim.late)
+    return policy.scale_up_hold_s * max(0.0, 1.0 - evidence)
 
 
 def _is_short(demand: Demand, policy: Policy, have: int, total: int) -> bool:

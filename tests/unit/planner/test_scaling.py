@@ -1,7 +1,6 @@
 """Scaling decisions: within limits, once a burst, steady under a steady load."""
 
 import itertools
-import math
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from msgspec.structs import replace
 from services.planner.core.demand import Demand, Policy, fulls, wanted
 from services.planner.core.keeping import Idle, Keep
 from services.planner.core.objectives import Objectives, Supply
-from services.planner.core.scaling import GROWTH, LOOK_S, STRONG, Decision, Scaler, decide
+from services.planner.core.scaling import STRONG, Decision, Scaler, decide
 from services.planner.core.traffic import Arrivals
 
 SLOTS = 4
@@ -106,7 +105,7 @@ def test_the_more_waits_the_sooner_it_is_answered_and_when_is_said(
     assert decision.replicas == 1
     assert decision.wake_at is not None
     held = hold * (1 - queued / SLOTS / STRONG)
-    assert decision.wake_at == pytest.approx(5.0 + max(held, min(LOOK_S, hold)))
+    assert decision.wake_at == pytest.approx(5.0 + held)
     early = 5.0 + (decision.wake_at - 5.0) * 0.9
     assert ask(load, rules, have=1, now=early, scaler=scaler)[1].replicas == 1
     _, answer = ask(load, rules, have=1, now=decision.wake_at, scaler=scaler)
@@ -114,16 +113,6 @@ def test_the_more_waits_the_sooner_it_is_answered_and_when_is_said(
     more = demand(queued=queued + 1, running=4)
     _, sooner = ask(more, rules, have=1, now=5.0, scaler=scaler)
     assert sooner.replicas > 1 or (sooner.wake_at or 0.0) <= decision.wake_at
-
-
-def test_a_queue_that_may_grow_is_looked_at_twice() -> None:
-    """At the first look too few would be asked for, and the rest would come later."""
-    rules = policy()
-    scaler, decision = ask(demand(queued=5, running=4), rules, have=1, now=5.0)
-    assert decision.replicas == 1
-    assert ask(demand(queued=5, running=4), rules, have=1, now=5.08, scaler=scaler)[1].replicas == 1
-    _, decision = ask(demand(queued=7, running=4), rules, have=1, now=5.08, scaler=scaler)
-    assert decision.replicas == 6, "2.75 fulls that grow by 6.25 a second count twice at most"
 
 
 def test_when_less_is_due_is_said() -> None:
@@ -161,18 +150,15 @@ def test_prompts_that_wait_for_their_prefill_count() -> None:
     assert (decision.replicas, decision.cause) == (1, "")
 
 
-def test_load_that_grows_is_looked_ahead_at() -> None:
-    rules = policy()
-    scaler, decision = ask(demand(queued=4, running=4), rules, have=1, now=5.0)
-    assert decision.replicas == 1
-    grown = demand(queued=6, running=4)  # half an instance-full in 0.2 s
-    _, decision = ask(grown, rules, have=1, now=5.2, scaler=scaler)
-    assert decision.replicas == 5, "2.5 fulls, and 2.5 a second for a horizon of 1 s"
-    _, decision = ask(grown, replace(rules, horizon_s=0.0), have=1, now=5.2, scaler=scaler)
-    assert decision.replicas == 3
-    far = replace(rules, horizon_s=9.0, max_instances=100)
-    _, decision = ask(grown, far, have=1, now=5.2, scaler=scaler)
-    assert decision.replicas == math.ceil(2.5 * (1 + GROWTH)), "25 if it went on like this"
+@pytest.mark.parametrize("hold", [0.0, 0.2])
+def test_load_that_grows_is_answered_as_it_is(hold: float) -> None:
+    """How long it goes on growing is not known, and the event can grow with it."""
+    rules = policy(hold=hold)
+    scaler, _ = ask(demand(queued=4, running=4), rules, have=1, now=5.0)
+    scaler, decision = ask(demand(queued=6, running=4), rules, have=1, now=5.2, scaler=scaler)
+    assert decision.replicas == 3, "2.5 instance-fulls"
+    _, decision = ask(demand(queued=9, running=4), rules, have=1, coming=2, now=5.21, scaler=scaler)
+    assert decision.replicas == 4, "3.25; it is the same burst, and not held again"
 
 
 def test_each_replica_goes_when_it_was_not_needed_for_the_idle_time() -> None:
@@ -293,17 +279,6 @@ def test_a_constant_load_is_answered_in_one_direction_and_then_left_alone(
     steps = [after - before for before, after in itertools.pairwise(counts)]
     assert min(steps) >= 0 or max(steps) <= 0
     assert not any(steps[-50:])
-
-
-def test_while_replicas_are_on_their_way_growth_counts_from_the_bursts_beginning() -> None:
-    first = Demand(queued_requests=8, queued_tokens=0, running_requests=4, running_tokens=0)
-    scaler, begun = decide(Scaler(), first, policy(), have=1, coming=0, now=0.0)
-    assert begun.replicas == 3
-    scaler, still = decide(scaler, first, policy(), have=1, coming=2, now=0.1)
-    assert still.replicas == 3
-    more = replace(first, queued_requests=10)
-    _, grown = decide(scaler, more, policy(), have=1, coming=2, now=0.5)
-    assert grown.replicas == math.ceil(3.5 + 0.5 / 0.5 * 1.0)
 
 
 # --- what is expected ---
