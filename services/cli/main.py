@@ -54,13 +54,13 @@ def make_parser(argv: Sequence[str] = ()) -> argparse.ArgumentParser:
     asked = argv[0] if argv else ""
     modules = [name for name, theirs in MODULES.items() if asked in theirs]
     is_service = run_service.is_asked_for(argv)
-    if not is_service:
-        for name in modules or MODULES:
-            importlib.import_module(f"services.cli.{name}").add_parser(commands)
-    if not (is_service or modules):
+    everything = not (is_service or modules)
+    for name in MODULES if everything else modules:
+        importlib.import_module(f"services.cli.{name}").add_parser(commands)
+    if everything:
         completion.add_parser(commands, make_parser)
     services = run_service.add_parsers(commands)
-    if not (is_service or modules):
+    if everything:
         from services.cli import nodes
 
         nodes.add_parsers(services["node"])

@@ -34,7 +34,7 @@ FAST = (
 SLOW = "test_boundary.py"
 """Files among those that take too long: every handler meets every kind of failure."""
 THOROUGH = "LAMBDASCALE_TEST_THOROUGH"
-"""The tests try more where it is set (tests/support/amounts.py)."""
+"""The variable that `--thorough` sets: tests then try more (tests/support/amounts.py)."""
 KEEPS_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Images of Python often set it."""
 SOME_FAILED = 1

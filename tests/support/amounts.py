@@ -10,8 +10,9 @@ import os
 from collections.abc import Iterable
 from typing import TypeVar
 
-THOROUGH = os.environ.get("LAMBDASCALE_TEST_THOROUGH", "") != ""
-"""`lambdascale test --thorough` sets it (services/cli/self_test.py)."""
+from services.cli import self_test
+
+THOROUGH = os.environ.get(self_test.THOROUGH, "") != ""
 MORE_EXAMPLES = 8
 
 Case = TypeVar("Case")
@@ -27,6 +28,7 @@ def examples(usual: int) -> int:
 
 
 def cases(usual: Iterable[Case], *, thorough: Iterable[Case]) -> list[Case]:
-    """The cases of a parametrized test. `thorough`: those that are tried in addition, or all."""
+    """The cases of a parametrized test: `usual`, and in a thorough run those of `thorough` as well
+    (which may repeat the usual ones)."""
     found = list(usual)
     return found + [case for case in thorough if THOROUGH and case not in found]

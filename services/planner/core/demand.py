@@ -44,7 +44,7 @@ class Policy(msgspec.Struct, frozen=True):
     """Seconds of prefill that may wait for one replica."""
     scale_up_hold_s: float
     horizon_s: float
-    """How far ahead is looked: about as long as loading takes."""
+    """How many seconds ahead the scaler looks: about as long as loading takes."""
     idle_s: float
     prefill_s_per_token: float = 0.0
     """Seconds, as nodes measured them. 0: not known, and prefill does not count."""

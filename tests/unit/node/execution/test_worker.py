@@ -22,7 +22,7 @@ from shared.messages.instances import Stage
 from shared.messages.serving import Cancel, LogitRules, Submit
 from tests.support.hash_engine import VOCAB, HashEngine, continuation, hash_manifest
 from tests.support.submits import BLOCKS, GATEWAY, MODEL, THREE, TWO, WHOLE, stages, submit
-from tests.support.worker_cluster import Attempt, cluster
+from tests.support.worker_cluster import Attempt, Cluster, cluster
 
 PROMPT = (3, 1, 4, 1, 5)
 OTHER = ModelId("other")
@@ -120,16 +120,22 @@ async def test_a_cancelled_request_is_freed_everywhere(path: tuple[Stage, ...]) 
         assert long.failed is None
 
 
+async def not_answered(nodes: Cluster, message: Submit) -> "asyncio.Task[Attempt]":
+    """Submits the attempt to node a. Returns once it has come there, and waits."""
+    taken = asyncio.create_task(nodes.submit(message))
+    await asyncio.sleep(0)
+    assert await nodes.workers["a"].story("r")  # asked after the attempt has come
+    assert not taken.done()
+    return taken
+
+
 async def test_a_suspect_is_taken_on_a_path_only_when_every_stage_has_room() -> None:
     """A node that was dead before, it cannot have killed."""
     ids = continuation(PROMPT, 8, BLOCKS)
     async with cluster("a", "b", "c") as nodes:
         nodes.cut.add("c")
         suspect = msgspec.structs.replace(submit("r", THREE), alone_until=len(PROMPT) + 2)
-        taken = asyncio.create_task(nodes.submit(suspect))
-        await asyncio.sleep(0)
-        assert await nodes.workers["a"].story("r")  # asked after the attempt has come
-        assert not taken.done()
+        taken = await not_answered(nodes, suspect)
         nodes.workers["a"].on_peer_lost("mem://c", PeerLost("connection reset"))
         with pytest.raises(CapacityExceeded, match="before all nodes of its path"):
             await taken
@@ -144,10 +150,7 @@ async def test_an_attempt_is_not_taken_if_what_it_takes_over_is_lost() -> None:
         nodes.cut.add("b")
         source = stages(("b", 0, BLOCKS))
         moves = msgspec.structs.replace(submit("r", WHOLE, attempt=2), takes_over=1, kv_from=source)
-        taken = asyncio.create_task(nodes.submit(moves))
-        await asyncio.sleep(0)
-        assert await nodes.workers["a"].story("r")  # asked after the attempt has come
-        assert not taken.done()
+        taken = await not_answered(nodes, moves)
         nodes.workers["a"].on_peer_lost("mem://b", PeerLost("connection reset"))
         with pytest.raises(SourceLost, match="before it had the KV of attempt 1"):
             await taken

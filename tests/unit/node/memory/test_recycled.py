@@ -57,7 +57,7 @@ def test_it_is_found_and_settled_without_a_change_to_the_rest() -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 6 * PAGE), st.integers(0, 3)), max_size=30))
 def test_nobody_is_handed_what_another_sees(acts: list[tuple[int, int]]) -> None:
-    """Each holds so many bytes, until so many have come after it."""
+    """An act is the size of a piece of memory, and how many later pieces come while it is used."""
     recycled, held = Recycled(), list[tuple[int, memoryview, bytes]]()
     for number, (nbytes, stays) in enumerate(acts):
         memory = recycled.take(nbytes).memory
