@@ -78,6 +78,8 @@ class Frontend:
         self._spawn = spawn
         self._contain = contain
         self._log = log
+        self.busy = asyncio.Event()
+        """Set while there are requests."""
         self._clients: dict[RequestId, Client] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -100,6 +102,7 @@ class Frontend:
         for request, client in clients.items():
             self._clients[request.id] = client
         self._idle.clear()
+        self.busy.set()
         self.run(commands)
         if self.dispatch.pressing(requests[0].model_id):
             self.pressing.set()
@@ -190,6 +193,7 @@ class Frontend:
         client = self._clients.pop(request, None)
         if not self._clients:
             self._idle.set()
+            self.busy.clear()
         self._settle(request)
         return client
 

@@ -61,7 +61,9 @@ LOAD_S = 0.1
 ONSET_S = 0.005
 """The least number of seconds between two load reports."""
 TICK_S = 0.05
-"""Seconds between looks at what has to happen with time."""
+"""Seconds between looks at what has to happen with time, while there are requests."""
+IDLE_TICK_S = 0.5
+"""The same while there are none."""
 LEARN_S = 0.2
 """Seconds between questions to the registry, until it has answered once."""
 ACCESS_S = 0.4
@@ -129,6 +131,8 @@ class GatewayService(Service):
         self._heard: list[Subscription] = []
         """What comes to this gateway's id."""
         self._reporting = Reporting(WHOLE_S, wall_ns() // 1_000_000)
+        self._news = True
+        """Whether the last load report said anything of a model."""
         self._zero_ns = 0
         """What the wall clock showed at time 0 of the loop."""
         self._up_at = -math.inf
@@ -375,16 +379,26 @@ class GatewayService(Service):
         if self._bus.is_up:
             self._up_at = now()
         self.frontend.run(self._dispatch.on_tick(now()))
+        await self._busy(within_s=IDLE_TICK_S - TICK_S)
         return TICK_S
 
     async def _report(self) -> float:
         """Reports the load: every `LOAD_S` while it changes, every `WHOLE_S` while it does not,
         and at once when requests begin to wait (but `ONSET_S` after the last report)."""
+        if not self._news:
+            await self._busy(within_s=WHOLE_S - LOAD_S + ONSET_S)
         pressing = self.frontend.pressing
         with suppress(TimeoutError):
             await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
         pressing.clear()
         loads = self._dispatch.loads(self._zero_ns)
-        if message := self._reporting.next(self.id, self.url, loads, now(), self._zero_ns):
+        message = self._reporting.next(self.id, self.url, loads, now(), self._zero_ns)
+        self._news = message is not None and bool(message.models)
+        if message is not None:
             await self._bus.publish(subjects.LOAD_GATEWAY, message)
         return ONSET_S
+
+    async def _busy(self, within_s: float) -> None:
+        """Returns when there are requests, and in any case after so many seconds."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self.frontend.busy.wait(), within_s)

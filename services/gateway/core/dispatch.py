@@ -273,7 +273,7 @@ class Dispatch:
 
     def on_tick(self, now: float) -> list[Command]:
         """Looks for requests that waited too long, and for instances that may be tried again. To be
-        called every few 10 ms."""
+        called every few 10 ms while there are requests."""
         self._begin("time", now)
         self._hear_others(self._ledger.others.forget_silent(now), now)
         for model in list(self._models.values()):
