@@ -6,7 +6,8 @@ patience, does not come back. Time in which the whole process was stopped does n
 nothing of it went on.
 
 An engine that raises fails what it ran, and may be well. One that has raised `FAILURES` times
-without a sweep between is broken, as after an error that ruins the context of a GPU.
+without a sweep between is broken, as after an error that ruins the context of a GPU. All blocks of
+a model that cannot be attached count as one failure: the model may be to blame.
 """
 
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ class Pulse:
     longest_s: float = 0.0
     """The longest piece so far."""
     failed_in_a_row: int = 0
-    """How often it failed since it last ran a sweep."""
+    """How often it failed since it last ran a sweep, where a model's blocks count once."""
     broken: str = ""
     """Why it can run nothing any more; empty: it can."""
 

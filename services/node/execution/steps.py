@@ -132,7 +132,9 @@ class Steps:
         self._violations = 0
         self._faults = 0
         self.failed_in_a_row = 0
-        """How often the engine failed since it last ran a sweep."""
+        """How often the engine failed since it last ran a sweep (`watchdog`)."""
+        self._broken_blocks: set[ModelId] = set()
+        """Models with a block that failed since they were opened."""
         self._log = telemetry.logger("engine", node=node)
         self._grammars = Grammars(engine, aside, self, self._log)
         self._kv_moves = KvMoves(engine, kv_mover, self, lambda act: post(partial(self._back, act)))
@@ -151,6 +153,7 @@ class Steps:
     # --- calls, which raise typed errors only -------------------------------
 
     def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+        self._broken_blocks.discard(model_id)
         with self._blamed():
             self._engine.open_model(model_id, manifest, part)
         self._models[model_id] = manifest
@@ -176,11 +179,11 @@ class Steps:
 
     def attach(self, model_id: ModelId, block: int, weights: Weights) -> None:
         """CapacityExceeded: no memory is left for what the engine makes of the block."""
-        with self._blamed():
+        with self._blamed(model_id):
             self._engine.attach(model_id, block, weights)
 
     def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
-        with self._blamed():
+        with self._blamed(model_id):
             return self._engine.prepare(model_id, manifest, block, weights)
 
     def make_adapter(self, manifest: Manifest) -> Callable[[], MakeAdapter]:
@@ -204,6 +207,7 @@ class Steps:
         why = Failure(NotFound.code, f"node {self._node} gave model {model_id} up")
         self._do(self._batcher.model_closed(model_id, why))
         self._models.pop(model_id, None)
+        self._broken_blocks.discard(model_id)
         self._sweeps.closed(model_id)
         with self._blamed():
             self._engine.close_model(model_id, asleep=asleep)
@@ -336,8 +340,9 @@ class Steps:
     # --- what goes wrong ----------------------------------------------------
 
     @contextmanager
-    def _blamed(self) -> Iterator[None]:
-        """The engine's boundary: what it can't do fails the call or the batch, not the node."""
+    def _blamed(self, blocks_of: ModelId | None = None) -> Iterator[None]:
+        """The engine's boundary: what it can't do fails the call or the batch, not the node. What
+        it can't do with a model's blocks may be the model's fault, and counts once."""
         try:
             yield
         except LambdaScaleError:
@@ -347,7 +352,9 @@ class Steps:
             raise CapacityExceeded(f"node {self._node}'s engine has no memory: {error}") from error
         except Exception as error:
             self._faults += 1
-            self.failed_in_a_row += 1
+            self.failed_in_a_row += blocks_of not in self._broken_blocks
+            if blocks_of is not None:
+                self._broken_blocks.add(blocks_of)
             self._log.exception("engine failed")
             raise EngineFailed(f"node {self._node}'s engine failed: {error}") from error
 

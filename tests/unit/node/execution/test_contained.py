@@ -21,6 +21,7 @@ from services.node.core.microbatches import (
     StageMessage,
 )
 from services.node.core.rows import Context, Draw, Row
+from services.node.core.watchdog import FAILURES
 from services.node.execution import activations
 from shared.errors import CapacityExceeded, EngineFailed, LambdaScaleError, PeerLost
 from shared.ids import RequestId
@@ -322,6 +323,22 @@ def test_what_the_engine_cannot_do_for_a_model_is_typed(
     monkeypatch.setattr(rig.engine, method, bug)
     with pytest.raises(LambdaScaleError, match="a bug"):
         calls[method]()
+
+
+def test_a_model_whose_blocks_all_fail_is_one_failure_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A model may be broken, and its node is not. One that fails with all that comes is."""
+    rig = Rig()
+    manifest = rig.steps._models[MODEL]
+    for opened in range(1, FAILURES + 1):
+        rig.steps.open_model(MODEL, manifest)
+        with monkeypatch.context() as patch:
+            patch.setattr(rig.engine, "attach", bug)
+            for block in range(2 * FAILURES):
+                with pytest.raises(EngineFailed):
+                    rig.steps.attach(MODEL, block, memoryview(b""))
+        assert rig.steps.failed_in_a_row == opened
 
 
 def test_a_path_over_this_node_alone_is_no_path_of_a_peer() -> None:
