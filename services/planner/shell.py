@@ -7,7 +7,7 @@ it, it ends as one answer with the question's ticket. Nothing is decided here.
 import asyncio
 from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import msgspec
 from structlog.stdlib import BoundLogger
@@ -59,7 +59,12 @@ PLAN_TIMEOUT_S = 5.0
 RELEASE_TIMEOUT_S = 10.0
 PING_TIMEOUT_S = 0.5
 PINGS = 2
+FEW = 16
+"""Nodes. What is computed for so few takes a millisecond or two, and a thread takes longer to begin
+and to hand over its result while this one is busy."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
 Spawn = Callable[[Coroutine[Any, Any, None], str], object]
 
 
@@ -216,7 +221,9 @@ class Shell:
             case commands.Ping():
                 return Pinged(question.ticket, await self._ping(question))
             case commands.MakePlan():
-                plan = await asyncio.to_thread(
+                roles = question.roles.values()
+                plan = await compute(
+                    sum(len(r.memory) + len(r.disk) + len(r.receiving) for r in roles),
                     plan_parts,
                     question.roles,
                     question.held,
@@ -228,7 +235,8 @@ class Shell:
                 )
                 return Planned(question.ticket, plan)
             case commands.Repair():
-                transfers = await asyncio.to_thread(
+                transfers = await compute(
+                    len(question.held),
                     repair_parts,
                     question.held,
                     question.targets,
@@ -238,7 +246,8 @@ class Shell:
                 )
                 return Repaired(question.ticket, transfers)
             case commands.Append():
-                appended = await asyncio.to_thread(
+                appended = await compute(
+                    len(question.held) + len(question.can_send),
                     append_transfers,
                     question.held,
                     question.running,
@@ -252,8 +261,12 @@ class Shell:
                 within_s = partial(self._bus.request, timeout=REGISTRY_TIMEOUT_S)
                 return PoolRead(question.ticket, await read_pool(within_s, query))
             case commands.PlanPaths():
-                paths = await asyncio.to_thread(
-                    instances.plan, question.previous, question.members, question.rules
+                paths = await compute(
+                    len(question.members),
+                    instances.plan,
+                    question.previous,
+                    question.members,
+                    question.rules,
                 )
                 return PathsPlanned(question.ticket, paths)
             case _:
@@ -302,6 +315,13 @@ class Shell:
             except LambdaScaleError:
                 return True
         return False
+
+
+async def compute(nodes: int, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """The function's result: in a thread if it is about many nodes."""
+    if nodes <= FEW:
+        return function(*args, **kwargs)
+    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def record_span(span: Span, parent: str) -> None:

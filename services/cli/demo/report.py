@@ -52,19 +52,18 @@ def requests_part(
     }
 
 
-def event_part(record: EventRecord | None, burst_to_decision_s: float | None) -> dict[str, Any]:
-    """What the report says of the scaling event; all times in seconds, and sizes in bytes.
-    `burst_to_decision_s`: from the burst's first request to the planner's decision. (The burst
-    comes nearly at once, and one instance does not take it all: requests wait from its start.)"""
+def event_part(record: EventRecord | None) -> dict[str, Any]:
+    """What the report says of the scaling event; all times in seconds, and sizes in bytes. `burst`
+    stands for the moment from which the first request had to wait for an instance."""
     names = ("id", "t_all_s", "physical_limit_s", "predicted_t_all_s", "first_partial_token_s",
              "decision_to_first_byte_s", "burst_to_decision_s", "burst_to_first_byte_s",
              "bytes_moved")  # fmt: skip
     if record is None:
         return dict.fromkeys(names)
     first_byte_s = record.actual.first_byte_s
-    burst_to_first_byte_s = None
-    if burst_to_decision_s is not None and first_byte_s is not None:
-        burst_to_first_byte_s = burst_to_decision_s + first_byte_s
+    waited_ns = record.waiting_ns or record.detected_ns
+    burst_to_decision_s = (record.decided_ns - waited_ns) / 1e9
+    burst_to_first_byte_s = None if first_byte_s is None else burst_to_decision_s + first_byte_s
     values = (
         record.id,
         record.actual.all_complete_s,
@@ -101,10 +100,9 @@ def make_report(
     """The document of `demo --json`. `page`: the file with the event's page; None: there was no
     event."""
     record = watch.scale_out()
-    decision_s = watch.monotonic(record.decided_ns) - start if record is not None else None
     return {
         "requests": requests_part(outcomes, expected),
-        "event": event_part(record, decision_s),
+        "event": event_part(record),
         "ttft_ms": percentiles([o.ttft_s for o in outcomes if o.ttft_s is not None]),
         "tpot_ms": percentiles([o.tpot_s for o in outcomes if o.tpot_s is not None]),
         "tokens_per_s": throughput(outcomes, start),
@@ -191,7 +189,7 @@ def _event_lines(event: Mapping[str, Any]) -> list[str]:
         first = event["decision_to_first_byte_s"] * 1e3
         decided = event["burst_to_decision_s"] * 1e3
         lines.append(
-            f"           decided {decided:.0f} ms after the burst began, first byte after "
+            f"           decided {decided:.0f} ms after a request had to wait, first byte after "
             f"{first:.1f} ms more"
         )
     if partial is not None:
