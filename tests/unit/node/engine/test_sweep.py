@@ -130,7 +130,7 @@ def test_many_ranges_in_one_sweep_give_the_tokens_of_transformers(
             stream.tokens.append(token)
             stream.position += one.count
     for stream in streams:
-        assert stream.tokens == model.expected_tokens(stream.prompt, 6)
+        assert stream.tokens == model.expected_tokens(stream.prompt, 6, stream.tokens)
 
 
 def test_parts_get_off_where_they_stop(model: Model) -> None:
@@ -387,7 +387,7 @@ def test_a_stage_that_runs_on_block_by_block_gives_the_tokens_of_transformers(
         hidden = run(first, part([step], 0, 4)).hidden
         ((token,),) = run(second, part(untokened([step]), 4, LAST, hidden)).sampled
         tokens.append(token)
-    assert tokens == model.expected_tokens(prompt, 6)
+    assert tokens == model.expected_tokens(prompt, 6, tokens)
 
 
 def test_a_stage_that_ran_on_to_the_end_goes_on_alone_and_shares_none_of_its_pages(
@@ -404,7 +404,7 @@ def test_a_stage_that_ran_on_to_the_end_goes_on_alone_and_shares_none_of_its_pag
         step = row("s", length + index - 1, [tokens[-1]], draw=index)
         ((token,),) = run(engine, part([step], 0, LAST)).sampled
         tokens.append(token)
-    assert tokens == model.expected_tokens(prompt, 2 * PAGE)
+    assert tokens == model.expected_tokens(prompt, 2 * PAGE, tokens)
     for cached in (prompt, tokens):
         assert engine.adopt(MODEL, "next", (*cached, 0), 3 * PAGE) == 0
 

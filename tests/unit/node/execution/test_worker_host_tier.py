@@ -83,7 +83,7 @@ async def test_preempted_requests_come_back_and_get_the_tokens_of_transformers(
         await asyncio.gather(*(attempt.end() for attempt in attempts))
         for attempt, prompt in zip(attempts, prompts, strict=True):
             assert attempt.failed is None
-            assert attempt.ids == model.expected_tokens(list(prompt), 40)
+            assert attempt.ids == model.expected_tokens(list(prompt), 40, attempt.ids)
             assert attempt.tokens[0].cached == 0, "nothing was there when they began"
         load = nodes.workers["a"].load()
         assert load.preemptions > 0
@@ -98,7 +98,7 @@ async def test_a_prefix_comes_back_and_is_said_to_be_cached(model: Model) -> Non
             [((*shared, 1), 0), ((*others, 1), 0), ((*shared, 2), 64), ((*others, 2), 64)]
         ):
             attempt = await one(nodes, submit(f"{number}", WHOLE, prompt=prompt, max_tokens=20))
-            assert attempt.ids == model.expected_tokens(list(prompt), 20)
+            assert attempt.ids == model.expected_tokens(list(prompt), 20, attempt.ids)
             assert attempt.tokens[0].cached == cached
         load = nodes.workers["a"].load()
         assert (load.cached_tokens, load.host_tier.tokens) == (128, 128)
@@ -111,7 +111,7 @@ async def test_what_has_left_host_memory_is_computed_again(model: Model) -> None
     async with nodes_of(model, 128, 2 * PAGE * POSITION) as nodes:
         for number, prompt in enumerate([shared, others, shared, others] * 2):
             attempt = await one(nodes, submit(f"{number}", WHOLE, prompt=prompt, max_tokens=20))
-            assert attempt.ids == model.expected_tokens(list(prompt), 20)
+            assert attempt.ids == model.expected_tokens(list(prompt), 20, attempt.ids)
             assert attempt.tokens[0].cached in (0, 2 * PAGE), "two pages had room"
         load = nodes.workers["a"].load()
         assert load.host_tier.tokens > 0
@@ -142,7 +142,7 @@ async def test_a_mixture_gets_the_tokens_of_transformers(
             nodes.workers["a"].cancel(Cancel(request=messages[0].request, attempt=1))
             for attempt, message in zip(attempts, messages[1:], strict=True):
                 await attempt.end()
-                assert attempt.ids == model.expected_tokens(list(message.tokens), 50)
+                assert attempt.ids == model.expected_tokens(list(message.tokens), 50, attempt.ids)
         await nodes.workers["a"].ready()
         await nodes.workers["a"].ready()  # what the first one waited for is in the load now
         load = nodes.workers["a"].load()

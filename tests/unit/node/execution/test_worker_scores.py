@@ -58,8 +58,8 @@ async def test_scores_are_those_of_transformers(path: tuple[Stage, ...], step_to
         await asyncio.gather(*(attempt.end() for attempt in (plain, *scored.values())))
         for prompt, attempt in scored.items():
             check(model, prompt, attempt)
-            assert attempt.ids == model.expected_tokens(list(prompt), 20)
-        assert plain.ids == model.expected_tokens(list(looping), 30)
+            assert attempt.ids == model.expected_tokens(list(prompt), 20, attempt.ids)
+        assert plain.ids == model.expected_tokens(list(looping), 30, plain.ids)
         assert plain.scores == []
         assert nodes.workers["a"].load().tokens_accepted > 0
 
