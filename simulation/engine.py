@@ -124,7 +124,9 @@ class ModelledEngine(NoHostTier):
         self._kv = KvCache(kv, torch.device("meta"))
         self._models: dict[ModelId, _Open] = {}
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
         model = Model.of(manifest)

@@ -53,6 +53,9 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     """Every node that a pull names."""
     part: Part | None = None
     """The blocks for which the node takes room, as one device of a group. None: all."""
+    devices: int = 1
+    """How many devices of its machine run this part together, since they have a part each. 1: the
+    node runs it alone. It counts from when the model is opened next."""
     capability: bytes = b""
     """Lets the node read the blocks of its pulls (`shared/capabilities.py`). Empty: the planner has
     no key to sign one."""

@@ -5,16 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.core.degrees import (
-    GAIN,
-    MOST,
-    Choice,
-    Costs,
-    Shape,
-    choose,
-    decode_s,
-    degrees_for,
-)
+from services.node.core.degrees import MOST, Choice, choose, degrees_for
+from shared.step_costs import GAIN, Costs, Shape, decode_s
 
 seconds = st.floats(0, 0.01)
 rates = st.floats(1e8, 1e12)

@@ -236,7 +236,9 @@ class HashEngine(NoHostTier):
         """Sequences whose rules were made."""
         self._changed = threading.Condition()
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
 

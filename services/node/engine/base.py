@@ -135,9 +135,12 @@ class Sweep(Protocol):
 class Engine(Kv, Protocol):
     """Not thread-safe: every method is called on the engine thread."""
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         """Prepares for the model's blocks (reads the config, makes RoPE tables). `part`: no other
-        blocks will come, so pages for KV have its layers only. None: all may come.
+        blocks will come, so pages for KV have its layers only. None: all may come. `devices`: so
+        many devices of the machine run it together, so that it has the threads of all of them.
         UnsupportedModel names what is not supported."""
 
     def division(self, model_id: ModelId) -> str:

@@ -150,10 +150,13 @@ class Steps:
 
     # --- calls, which raise typed errors only -------------------------------
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         with self._blamed():
-            self._engine.open_model(model_id, manifest, part)
+            self._engine.open_model(model_id, manifest, part, devices)
         self._models[model_id] = manifest
+        self._batcher.open(model_id, together=devices > 1)
         self._tell_division(model_id, "open_model")
 
     def regroup(self) -> Iterator[None]:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.node.core.degrees import Costs
 from services.node.core.kv import PAGE
 from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
@@ -26,6 +25,7 @@ from services.node.engine.team import Meet
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId
+from shared.step_costs import Costs
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
 from tests.unit.node.engine.test_adapters import SPECS, Adapted, with_adapter

@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from services.node.core.degrees import Costs
 from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
 from shared.errors import EngineFailed
+from shared.step_costs import Costs
 from tests.support.submits import WHOLE, submit
 from tests.support.worker_cluster import cluster
 from tests.unit.node.engine.models import make_model
