@@ -17,7 +17,7 @@ this factor. Measurements are not exact, and each further process makes it a lit
 one of them ends."""
 
 
-class Costs(msgspec.Struct, frozen=True, omit_defaults=True):
+class StepCosts(msgspec.Struct, frozen=True, omit_defaults=True):
     """What a decode step costs where `degree` processes run it together, with the threads of
     `devices` devices of the machine divided among them."""
 
@@ -29,6 +29,8 @@ class Costs(msgspec.Struct, frozen=True, omit_defaults=True):
     step_s: float
     """Seconds until threads and processes have been called for a step."""
     devices: int = 1
+    int8: bool = False
+    """Whether weights of 8 bits are read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,22 +46,24 @@ class Shape:
     """Why only one process can run it, or should, in words; empty: nothing speaks against more."""
 
 
-def decode_s(shape: Shape, costs: Costs) -> float:
+def decode_s(shape: Shape, costs: StepCosts) -> float:
     """Seconds of a step of one token."""
     return shape.nbytes / costs.bytes_per_s + shape.layers * costs.layer_s + costs.step_s
 
 
-def able(shape: Shape, measured: Iterable[Costs], devices: int) -> list[Costs]:
+def able(shape: Shape, measured: Iterable[StepCosts], devices: int) -> list[StepCosts]:
     """Those of the costs with which so many devices can run it, by degree, in ascending order."""
     most = 1 if shape.alone else shape.heads
-    found = (c for c in measured if c.devices == devices and c.degree <= most)
+    found = (
+        c for c in measured if c.devices == devices and 1 <= c.degree <= most and c.bytes_per_s > 0
+    )
     return sorted((c for c in found if shape.heads % c.degree == 0), key=lambda c: c.degree)
 
 
-def fastest(shape: Shape, measured: Iterable[Costs], devices: int) -> Costs | None:
+def fastest(shape: Shape, measured: Iterable[StepCosts], devices: int) -> StepCosts | None:
     """The costs of the degree that should run it on so many devices; None: they were not
     measured."""
-    best: Costs | None = None
+    best: StepCosts | None = None
     for costs in able(shape, measured, devices):
         if best is None or decode_s(shape, costs) * GAIN < decode_s(shape, best):
             best = costs

@@ -41,6 +41,7 @@ from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, Unsupp
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 from shared.parts import Part
+from shared.step_costs import StepCosts
 from simulation.hardware import Hardware
 from simulation.models import Model
 
@@ -147,6 +148,10 @@ class ModelledEngine(NoHostTier):
             tuple(layers),
             hidden[: rows * model.hidden].view(rows, model.hidden),
         )
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return ()
 
     def division(self, model_id: ModelId) -> str:
         return ""

@@ -308,6 +308,11 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The target that was complete last, so far."""
     parts: dict[NodeId, Part] = {}
     """The blocks that each target is to hold, of a model that fits no device. Empty: all."""
+    together: bool = False
+    """Whether the devices of a machine that hold a part each run each part together."""
+    way: str = ""
+    """Why these devices, and whether together, in words and numbers, of a model that fits no
+    device. Empty: there was no choice."""
     expected: dict[str, float] = {}
     """Seconds that each phase of the ledger was predicted to take, by `Phase.value`."""
     ports: tuple[str, ...] = ()

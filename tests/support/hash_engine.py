@@ -38,6 +38,7 @@ from shared.errors import (
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import BlockSpec, Manifest
 from shared.parts import Part
+from shared.step_costs import StepCosts
 
 HIDDEN = 4
 VOCAB = 251
@@ -241,6 +242,10 @@ class HashEngine(NoHostTier):
     ) -> None:
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return ()
 
     def division(self, model_id: ModelId) -> str:
         return ""

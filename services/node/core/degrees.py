@@ -13,7 +13,7 @@ devices.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from shared.step_costs import Costs, Shape, able, decode_s, fastest
+from shared.step_costs import Shape, StepCosts, able, decode_s, fastest
 from shared.wording import counted
 
 MOST = 8
@@ -32,7 +32,9 @@ def degrees_for(threads: int) -> tuple[int, ...]:
     return tuple(n for n in (1 << i for i in range(1, MOST.bit_length())) if n <= threads)
 
 
-def choose(shape: Shape, measured: Sequence[Costs], loss: str = "", *, devices: int = 1) -> Choice:
+def choose(
+    shape: Shape, measured: Sequence[StepCosts], loss: str = "", *, devices: int = 1
+) -> Choice:
     """`measured`: for each degree that the node can run, among them 1. `loss`: why it can run no
     larger ones any more; empty: it can run as many as ever. `devices`: how many devices of the
     machine run it together; costs were measured for so many."""
@@ -42,7 +44,7 @@ def choose(shape: Shape, measured: Sequence[Costs], loss: str = "", *, devices: 
     return Choice(choice.degree, f"{counted(devices, 'device')} run it together; {choice.why}")
 
 
-def _choose(shape: Shape, measured: Sequence[Costs], loss: str, devices: int) -> Choice:
+def _choose(shape: Shape, measured: Sequence[StepCosts], loss: str, devices: int) -> Choice:
     if shape.alone:
         return Choice(1, shape.alone)
     if len(measured) == 1:

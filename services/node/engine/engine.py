@@ -50,13 +50,13 @@ from shared.errors import (
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 from shared.parts import Part, whole
-from shared.step_costs import Costs
+from shared.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import Capture
 
 
-Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[Costs, ...]]
+Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[StepCosts, ...]]
 """See rehearsal.measure."""
 
 
@@ -117,7 +117,7 @@ class TorchEngine:
         self._adapters: dict[ModelId, Adapter] = {}
         self._adapter_memory = Recycled()
         self._threads = threads or torch.get_num_threads()
-        self._costs: tuple[Costs, ...] = ()
+        self._costs: tuple[StepCosts, ...] = ()
         self._given: dict[ModelId, dict[int, Weights]] = {}
         """The blocks of models that a team runs, in case that it is lost."""
         if ranks is not None:
@@ -235,8 +235,17 @@ class TorchEngine:
         part = part or whole(manifest.n_blocks)
         layers = len(layers_of(manifest, config, part))
         shape = shape_of(manifest, config, dtype, part, layers, int8=self._form == "int8")
-        able = [costs for costs in self._costs if costs.degree in (1, *self._ranks.degrees)]
-        return choose(shape, able, self._ranks.loss, devices=devices)
+        return choose(shape, self._able, self._ranks.loss, devices=devices)
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return self._able if any(costs.devices > 1 for costs in self._costs) else ()
+
+    @property
+    def _able(self) -> tuple[StepCosts, ...]:
+        """The costs of what can be run now."""
+        degrees = self._ranks.degrees if self._ranks else ()
+        return tuple(costs for costs in self._costs if costs.degree in (1, *degrees))
 
     def division(self, model_id: ModelId) -> str:
         model = self._model(model_id)

@@ -20,7 +20,7 @@ from services.node.engine.linear import Form, Packed
 from services.node.engine.ranks import Lead, Ranks
 from services.node.engine.share import WHOLE, Among
 from services.node.engine.team import Meet, Rehearse, Team, use_threads
-from shared.step_costs import Costs
+from shared.step_costs import StepCosts
 
 SIDE = 4096
 """Inputs and outputs of the matrix that is read: 64 MiB of float32, more than most caches hold."""
@@ -66,7 +66,7 @@ def measure(
     *,
     devices: int = 1,
     give_up_s: float = GIVE_UP_S,
-) -> tuple[Costs, ...]:
+) -> tuple[StepCosts, ...]:
     """The costs of each degree that can be run, 1 among them, with the threads of this device, and
     of more, up to `devices` together. `ranks` have been started. A team that is lost meanwhile is
     left out."""
@@ -96,12 +96,13 @@ def measure(
     # The fastest repetition counts: other programs, which are busy while a node starts, disturb it
     # least.
     return tuple(
-        Costs(
+        StepCosts(
             degree=degree,
             bytes_per_s=nbytes / min(each.reads),
             layer_s=min(each.waits) / LAYERS,
             step_s=PARTS * min(each.calls),
             devices=count,
+            int8=form == "int8",
         )
         for (degree, count), each in times.items()
         if degree in (1, *ranks.degrees)

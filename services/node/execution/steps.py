@@ -330,6 +330,7 @@ class Steps:
             kv_received_bytes=self._kv_moves.received_bytes,
             host_tier=replace(self._engine.host_tier, tokens=self._batcher.restored_tokens),
             preemptions=self._batcher.preemptions,
+            costs=self._engine.costs,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,

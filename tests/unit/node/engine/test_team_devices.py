@@ -14,7 +14,7 @@ from services.node.engine.rehearsal import measure, tried
 from services.node.memory.arena import Arena
 from shared.errors import CapacityExceeded
 from shared.parts import Part
-from shared.step_costs import Costs
+from shared.step_costs import StepCosts
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
 from tests.unit.node.engine.test_against_transformers import FORMS
@@ -38,7 +38,7 @@ class Device:
         degrees = tuple(n for n in (2, 4) if n <= threads * devices)
         self.ranks = Ranks(degrees, self.arena.memory)
         measured = tuple(
-            Costs(degree, 1e9 * degree * count, 0.0, 0.0, count)
+            StepCosts(degree, 1e9 * degree * count, 0.0, 0.0, count)
             for count in (1, devices)
             for degree in (1, *degrees)
             if degree <= threads * count
