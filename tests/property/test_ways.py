@@ -13,6 +13,7 @@ from services.planner.core.ways import (
     REMOTE_HOP_S,
     Decoded,
     Device,
+    _sound,
     choose,
     choose_for,
 )
@@ -75,7 +76,9 @@ def test_the_way_has_room_and_is_never_slower_than_stages(
     first = cuts(blocks, rooms)[0]
     if first.host and (way.parts, way.machine, way.together) != (first.parts, first.host, False):
         there = [device for device in devices if device.room.host == first.host]
-        bare = [replace(d, costs=tuple(c for c in d.costs if c.devices == 1)) for d in there]
+        bare = [
+            replace(d, costs=tuple(c for c in _sound(d.costs) if c.devices == 1)) for d in there
+        ]
         stages_s = choose_for(Decoded(blocks, shape), bare, first.parts).way.token_s
         assert stages_s is not None
         assert way.token_s * GAIN < stages_s
@@ -91,6 +94,7 @@ def test_nothing_is_run_together_that_was_not_measured(
     there = [device for device in devices if device.room.host == found.way.machine]
     count = len(found.way.parts)
     assert count > 1
+    assert found.way.machine
     for device in there:
         assert any(
             costs.devices == count and shape.heads % costs.degree == 0 for costs in device.costs
@@ -125,6 +129,7 @@ def test_devices_that_are_alike_take_what_the_formulas_say(
     """W / r + L m + g c + (g - 1) h, and W / R + L M + g C + (g - 1) h."""
     blocks = (1000 * PAGE,) * (6 * count)
     nbytes = sum(blocks)
+    rate = max(rate, rate_together / count)
     costs = (
         StepCosts(1, rate, layer_s, step_s),
         StepCosts(2, rate_together, layer_together_s, step_together_s, count),
@@ -167,6 +172,15 @@ def test_fewer_stages_over_machines_are_taken_only_if_they_are_faster() -> None:
     assert chosen(read / 0.1, read / 0.01) == ("one", 4)  # the slowest of all may be one of the two
     assert REMOTE_HOP_S < 3 * LOCAL_HOP_S
     assert chosen(read / 1e-6, read / 1e-6) == ("", 2)  # hops are all that takes time
+
+
+@given(COSTS)
+def test_devices_together_read_no_faster_than_each_at_once(costs: tuple[StepCosts, ...]) -> None:
+    sound = _sound(costs)
+    alone = [each.bytes_per_s for each in sound if each.devices == 1]
+    for each in sound:
+        assert all(each.bytes_per_s <= rate * each.devices * 1.000001 for rate in alone)
+    assert [(c.degree, c.devices) for c in sound] == [(c.degree, c.devices) for c in costs]
 
 
 def test_weights_of_8_bits_are_read_as_such() -> None:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import asdict
 
 from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
@@ -131,6 +132,8 @@ class TorchEngine:
                 assert compiled is not None
                 self._costs = measure(ranks, self._threads, self._form, compiled)
                 self._say_what_is_left(ranks)
+        for costs in self.costs:
+            telemetry.logger("engine").info("what decode steps cost", **asdict(costs))
         use_threads(self._threads)
 
     def open_model(

@@ -29,6 +29,8 @@ and unless another way is faster by GAIN.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from services.planner.core.cut import Room, Runs, cuts
 from shared.messages.pool import DecodeShape
 from shared.parts import Part
@@ -152,12 +154,23 @@ def _token_s(model: Decoded, parts: Sequence[Part], device: Device, count: int) 
     if model.shape is None:
         return None
     seconds = 0.0
-    for shape in model.shapes(parts, int8=any(costs.int8 for costs in device.costs)):
-        costs = fastest(shape, device.costs, count)
+    measured = _sound(device.costs)
+    for shape in model.shapes(parts, int8=any(costs.int8 for costs in measured)):
+        costs = fastest(shape, measured, count)
         if costs is None:
             return None
         seconds += decode_s(shape, costs)
     return seconds
+
+
+def _sound(costs: Sequence[StepCosts]) -> list[StepCosts]:
+    """The costs, as far as they make sense together: g devices do not read more than g times as
+    fast as one. Where it seems so, something else disturbed the measurement of the one."""
+    least = max((each.bytes_per_s / each.devices for each in costs), default=0.0)
+    return [
+        replace(each, bytes_per_s=max(each.bytes_per_s, least)) if each.devices == 1 else each
+        for each in costs
+    ]
 
 
 def _host(device: Device) -> str:
