@@ -37,10 +37,11 @@ from shared.parts import Part
 from shared.step_costs import GAIN, Shape, StepCosts, decode_s, fastest
 from shared.wording import counted
 
-LOCAL_HOP_S = 0.0004
-"""From stage to stage on one machine, and between machines: what the processes take to pass hidden
-states on. It was measured on one machine; the network's own time is small beside it."""
-REMOTE_HOP_S = 0.0005
+LOCAL_HOP_S = 0.0016
+"""What one more stage adds to a token on one machine: hidden states go on to its process, and the
+token comes back. It was measured on a machine of two cores (docs/planning.md)."""
+REMOTE_HOP_S = LOCAL_HOP_S + 0.0001
+"""The same between machines: a network takes some 50 us in either direction."""
 
 
 @dataclass(frozen=True, slots=True)

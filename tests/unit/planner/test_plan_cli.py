@@ -161,7 +161,7 @@ def test_explain_who_runs_a_model_that_fits_on_no_node(capsys: pytest.CaptureFix
         assert run(*words, "--step", "20,0.1,1", "--step-together", f"{rate},55,60") == 0
         out = capsys.readouterr().out
         assert f"they run: 2 devices of one machine {chosen}: a token is expected to take" in out
-        assert "50.4 ms by 2 devices of one machine one after the other; " in out
+        assert "51.6 ms by 2 devices of one machine one after the other; " in out
     with pytest.raises(BadInput, match="needs --step"):
         run(*words, "--step-together", "36,55,60")
     with pytest.raises(BadInput, match="need --arena-mb"):

@@ -77,8 +77,8 @@ def test_devices_of_a_machine_are_told_to_run_each_part_together() -> None:
     d = begun(TWICE)
     assert told(d) == {"a": (FIRST, 2), "b": (LAST, 2)}
     assert d.event.together
-    assert d.event.way.startswith("2 devices of m together: a token is expected to take 16.8 ms by")
-    assert d.event.way.endswith("8.59 ms by 2 devices of m together")
+    assert d.event.way.startswith("2 devices of m together: a token is expected to take 18 ms by")
+    assert d.event.way.endswith("9.79 ms by 2 devices of m together")
 
 
 @pytest.mark.parametrize("costs", [NO_FASTER, ()])
