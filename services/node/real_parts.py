@@ -88,10 +88,10 @@ class RealParts:
         """For how many processes there are teams of ranks."""
         config, degree = self._config, self._config.tensor_parallel
         devices = config.team_devices
-        if devices > 1 and (degree != "auto" or device is not None):
+        if devices > 1 and (degree != "auto" or device is not None or not config.threads):
             raise ConfigError(
-                f"node.team_devices is {devices}, which takes node.device = cpu and "
-                f"node.tensor_parallel = auto"
+                f"node.team_devices is {devices}, which takes node.device = cpu, "
+                f"node.tensor_parallel = auto, and node.threads for this node alone"
             )
         if degree == "auto" and device is None:
             return tried(config.threads, config.cpu_weights, devices)

@@ -4,7 +4,8 @@ A group is a fixed path: each of its devices holds one part, a run of blocks, fo
 devices as possible are used, because each further one adds a hop to every token. Of the cuts with
 so few parts, one is taken whose largest part is smallest: a token is bound by reading the weights,
 so a part takes the time of its bytes, and the slowest stage bounds the throughput. A group lies on
-one machine if the model fits on one, since activations then need no network.
+one machine if the model fits on one, since activations then need no network. (`ways` may take
+another of the cuts, if it was measured to be faster.)
 
 The largest g rooms are the best g to have. In which order they take their runs is found by dynamic
 programming over how many rooms of each size are used: what matters is the furthest block that they
@@ -42,7 +43,7 @@ def room_for(block_bytes: Iterable[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Runs:
+class Cut:
     parts: tuple[Part, ...]
     host: str
     """The machine that has room for all of them. Empty: it takes several."""
@@ -59,13 +60,13 @@ def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] |
     return found[0].parts if found else None
 
 
-def cuts(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Runs, ...]:
+def cuts(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Cut, ...]:
     """The best cut for each machine that has room for a group, the best of all first. A cut over
     several machines comes last. It is one of them only if it has fewer parts than all others."""
     rooms = tuple(rooms)
     ends = (0, *accumulate(map(room_of, block_bytes)))
     if any(room.nbytes >= ends[-1] for room in rooms):
-        return (Runs((whole(len(block_bytes)),), ""),)
+        return (Cut((whole(len(block_bytes)),), ""),)
     hosts: dict[str, list[int]] = {}
     for room in rooms:
         hosts.setdefault(room.host or room.node, []).append(room.nbytes)
@@ -74,7 +75,7 @@ def cuts(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Runs, ...]:
     over = _fewest(ends, [room.nbytes for room in rooms])
     if over and (not made or len(over) < len(made[0][0])):
         made.append((over, ""))
-    return tuple(Runs(_parts(stops), host) for stops, host in made)
+    return tuple(Cut(_parts(stops), host) for stops, host in made)
 
 
 def _parts(stops: Sequence[int]) -> tuple[Part, ...]:

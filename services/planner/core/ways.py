@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from services.planner.core.cut import Room, Runs, cuts
+from services.planner.core.cut import Cut, Room, cuts
 from shared.messages.pool import DecodeShape
 from shared.parts import Part
 from shared.step_costs import GAIN, Shape, StepCosts, decode_s, fastest
@@ -111,16 +111,16 @@ def choose_for(model: Decoded, devices: Iterable[Device], parts: tuple[Part, ...
     devices = tuple(devices)
     hosts = dict.fromkeys(_host(device) for device in devices)
     found = [
-        Runs(parts, host)
+        Cut(parts, host)
         for host in hosts
         if sum(_host(device) == host for device in devices) >= len(parts)
     ]
-    return _chosen(model, devices, found or [Runs(parts, "")])
+    return _chosen(model, devices, found or [Cut(parts, "")])
 
 
-def _chosen(model: Decoded, devices: Sequence[Device], found: Sequence[Runs]) -> Chosen:
+def _chosen(model: Decoded, devices: Sequence[Device], found: Sequence[Cut]) -> Chosen:
     """`found`: the one that is taken if nothing is known comes first."""
-    ways = [way for runs in found for way in _ways(model, devices, runs)]
+    ways = [way for made in found for way in _ways(model, devices, made)]
     best = plain = ways[0]
     if plain.token_s is None or len(ways) == 1:
         return Chosen(plain, "")
@@ -132,21 +132,21 @@ def _chosen(model: Decoded, devices: Sequence[Device], found: Sequence[Runs]) ->
     return Chosen(best, f"{best.name}: a token is expected to take {said}")
 
 
-def _ways(model: Decoded, devices: Sequence[Device], runs: Runs) -> list[Way]:
-    there = [d for d in devices if not runs.host or _host(d) == runs.host]
-    hop_s = LOCAL_HOP_S if runs.host else REMOTE_HOP_S
-    hops_s = hop_s * (len(runs.parts) - 1)
+def _ways(model: Decoded, devices: Sequence[Device], made: Cut) -> list[Way]:
+    there = [d for d in devices if not made.host or _host(d) == made.host]
+    hop_s = LOCAL_HOP_S if made.host else REMOTE_HOP_S
+    hops_s = hop_s * (len(made.parts) - 1)
 
     def token_s(count: int) -> float | None:
         """Where so many devices run each part: as the slowest would lead it."""
-        seconds = [_token_s(model, runs.parts, device, count) for device in there]
+        seconds = [_token_s(model, made.parts, device, count) for device in there]
         known = [each for each in seconds if each is not None]
         return max(known) + hops_s if len(known) == len(there) else None
 
-    ways = [Way(runs.parts, False, runs.host, token_s(1))]
-    together_s = token_s(len(runs.parts)) if runs.host and len(runs.parts) > 1 else None
+    ways = [Way(made.parts, False, made.host, token_s(1))]
+    together_s = token_s(len(made.parts)) if made.host and len(made.parts) > 1 else None
     if together_s is not None:
-        ways.append(Way(runs.parts, True, runs.host, together_s))
+        ways.append(Way(made.parts, True, made.host, together_s))
     return ways
 
 

@@ -180,6 +180,19 @@ def test_a_rank_of_one_device_is_killed(devices: Make) -> None:
     assert pair[0].engine._models[MODEL].threads == 2
 
 
+def test_a_part_is_expected_to_take_the_time_of_its_own_weights(devices: Make) -> None:
+    model = make_model()
+    whole, found = Part(0, model.n_blocks), []
+    engine = devices(model, whole, 2).engine
+    for own in (Part(0, 3), Part(3, model.n_blocks), whole):
+        engine.close_model(MODEL)
+        engine.open_model(MODEL, model.manifest, own, 2)
+        said = engine.division(MODEL)
+        found.append(float(said.rpartition(" ms with 1,")[0].rpartition(" ")[2]))
+    assert all(ms > 0 for ms in found)
+    assert found[0] + found[1] == pytest.approx(found[2], rel=0.02)
+
+
 def test_what_is_measured_of_more_devices() -> None:
     """A device of one thread has a team only with another device."""
     assert tried(1, "packed", 2) == (2,)
