@@ -224,6 +224,12 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     than 1 only with `cpu`, and not with `stored` weights. auto: of 1, 2, 4 and 8, up to `threads`,
     each model has the number with which a decode step is expected to be fastest, by what the node
     measures when it starts."""
+    team_devices: Count = 1
+    """How many nodes of this machine, each with `threads` of its own, may run a model together that
+    fits into none of their arenas. Each holds a part of it, and all of them compute each part, if
+    the planner expects that to be faster than one part after the other. Give all nodes of the
+    machine the same number. More than 1 only where `tensor_parallel` is auto and `threads` is not
+    0. 1: each node runs its own part alone."""
     arena_bytes: Count = 1 << 30
     """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
     and on the device."""

@@ -41,6 +41,7 @@ from shared.errors import BadInput, CapacityExceeded, Conflict, NotFound, Unsupp
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
 from shared.parts import Part
+from shared.step_costs import StepCosts
 from simulation.hardware import Hardware
 from simulation.models import Model
 
@@ -124,7 +125,9 @@ class ModelledEngine(NoHostTier):
         self._kv = KvCache(kv, torch.device("meta"))
         self._models: dict[ModelId, _Open] = {}
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
         model = Model.of(manifest)
@@ -145,6 +148,10 @@ class ModelledEngine(NoHostTier):
             tuple(layers),
             hidden[: rows * model.hidden].view(rows, model.hidden),
         )
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return ()
 
     def division(self, model_id: ModelId) -> str:
         return ""

@@ -117,9 +117,9 @@ class ModelledWorker:
             self._end()
 
     async def open_model(
-        self, model_id: ModelId, manifest: Manifest, part: Part | None = None
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
     ) -> None:
-        self._do(lambda steps: steps.open_model(model_id, manifest, part))
+        self._do(lambda steps: steps.open_model(model_id, manifest, part, devices))
         self._open[model_id] = manifest
         self._host.on_open(model_id)
 

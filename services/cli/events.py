@@ -175,7 +175,7 @@ def event_line(record: EventRecord) -> str:
     took = record.actual.all_complete_s
     seconds = "-" if took is None else f"{took:.2f} s"
     grown = [_growth(record, growth) for growth in record.growths]
-    why = "; ".join(filter(None, (record.cause, *record.ports, *grown, record.error)))
+    why = "; ".join(filter(None, (record.cause, record.way, *record.ports, *grown, record.error)))
     return (
         f"{record.id}  {at}  {record.name}  {record.state.value:<12} {seconds:>9}  "
         f"{','.join(record.sources) or '-'} -> {_targets(record) or '-'}  {why}"

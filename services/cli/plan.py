@@ -7,21 +7,20 @@ from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
-from services.cli import plan_explain, plan_text
+from services.cli import plan_explain, plan_text, plan_ways
 from services.cli.arguments import amount, amounts, count, counts, whole
 from services.cli.plan_text import Plan
 from services.node.checkpoints.packing import chunk_bytes
 from services.planner.core import kv_traffic
 from services.planner.core.choose import AUTO, Choice, choose, units
-from services.planner.core.cut import Room, cut
 from services.planner.core.kv_traffic import Flow, left
 from services.planner.core.multicast.fabric import Fabric, Port, Task
 from services.planner.core.multicast.strategies import STRATEGIES
 from services.planner.core.outlook import Serving
 from services.planner.core.placement import why_used
+from services.planner.core.ways import Chosen
 from shared.config import PlannerConfig
 from shared.errors import BadInput, CapacityExceeded, PlanError
-from shared.ids import NodeId
 from shared.parts import Part
 
 
@@ -50,6 +49,7 @@ def add_parser(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]"
         help="auto: the best for these links, with the best number of blocks for each move",
     )
     _add_links(parser.add_argument_group("links (10^6 bits a second)"))
+    plan_ways.add_options(parser)
     form = parser.add_argument_group("form")
     form.add_argument("--explain", action="store_true", help="show what was chosen, and why")
     form.add_argument("--json", action="store_true", help="print only the schedule, as JSON")
@@ -112,10 +112,11 @@ def _add_links(links: "argparse._ArgumentGroup") -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints or draws the plan. BadInput for arguments that do not fit together; CapacityExceeded
     if the model does not even fit on all nodes together."""
-    parts = _cut(args)
+    way = _way(args)
+    parts = way.way.parts if way else (Part(0, args.blocks),)
     plan = _plan(args, parts)
-    if len(parts) > 1 and not args.json:
-        print("\n".join(_groups(args, parts)))
+    if way and len(parts) > 1 and not args.json:
+        print("\n".join(_groups(args, way)))
     if args.svg or args.png:
         from services.cli import plan_figure  # matplotlib takes a second to load
 
@@ -131,31 +132,35 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _cut(args: argparse.Namespace) -> tuple[Part, ...]:
-    """The parts that devices get. One: each node has room for the model."""
+def _way(args: argparse.Namespace) -> Chosen | None:
+    """The parts that devices get, and who runs them. None: each node gets all."""
     if args.arena_mb is None:
-        return (Part(0, args.blocks),)
+        if args.step or args.step_together or args.layers:
+            raise BadInput("--step, --step-together and --layers need --arena-mb")
+        return None
     if args.size_mb is None or args.link_mbit is None or args.racks or args.hosts:
         raise BadInput("--arena-mb needs --size-mb and --link-mbit, without --racks and --hosts")
-    room = round(args.arena_mb * 1e6)
-    rooms = [Room(NodeId(str(node)), "", room) for node in range(args.nodes)]
-    parts = cut(_sizes(args), rooms)
-    if parts is None:
+    found = plan_ways.chosen(args, _sizes(args))
+    if found is None:
         raise CapacityExceeded(
             f"the model takes {args.size_mb:g} MB in blocks of {max(_sizes(args)) / 1e6:.1f} MB, "
             f"and {args.nodes} nodes have room for {args.arena_mb:g} MB each"
         )
-    if args.sources % len(parts) or args.nodes % len(parts):
+    count = len(found.way.parts)
+    if args.sources % count or args.nodes % count:
         raise BadInput(
-            f"a group has {len(parts)} nodes here: give multiples of that to --nodes and --sources"
+            f"a group has {count} nodes here: give multiples of that to --nodes and --sources"
         )
-    return parts
+    return found
 
 
-def _groups(args: argparse.Namespace, parts: Sequence[Part]) -> Iterator[str]:
+def _groups(args: argparse.Namespace, found: Chosen) -> Iterator[str]:
+    parts = found.way.parts
     sizes, count = _sizes(args), len(parts)
     shares = (f"{p} ({sum(sizes[p.start : p.stop]) / 1e6:.1f} MB)" for p in parts)
     yield f"the model fits on no node: groups of {count} nodes serve it, with {', '.join(shares)}"
+    if found.why:
+        yield f"they run: {found.why}"
     yield (
         f"each part goes from {args.sources // count} to {args.nodes // count} nodes, beside the "
         "others; the plan for the largest:"

@@ -77,8 +77,11 @@ def place(
     processor = [_processor()] if FOR_THIS_PROCESSOR in flags else []
     machine = (platform.machine(), *processor, *platform.libc_ver())
     made_of.update("\0".join((*flags, *machine)).encode())
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
-    return folder / f"{name}-{made_of.hexdigest()[:32]}.so"
+    return cache_folder() / f"{name}-{made_of.hexdigest()[:32]}.so"
+
+
+def cache_folder() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lambdascale"
 
 
 def _provide(name: str, sources: Sequence[Path], flags: Sequence[str], compiled: Path) -> None:

@@ -1,6 +1,7 @@
 """The parts of a node on a real machine: threads, torch, transports, a disk."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from services.node.checkpoints.store import Store
@@ -62,7 +63,11 @@ class RealParts:
                 kv_host_bytes=config.kv_host_bytes,
                 token_s=listener.token_s,
                 ranks=ranks,
-                measure=measure if config.tensor_parallel == "auto" else None,
+                measure=(
+                    partial(measure, devices=config.team_devices)
+                    if config.tensor_parallel == "auto"
+                    else None
+                ),
             ),
             device=device,
             slots=config.slots,
@@ -82,8 +87,16 @@ class RealParts:
     def _degrees(self, device: DeviceArena | None) -> tuple[int, ...]:
         """For how many processes there are teams of ranks."""
         config, degree = self._config, self._config.tensor_parallel
+        devices = config.team_devices
+        if devices > 1 and (degree != "auto" or device is not None or not config.threads):
+            raise ConfigError(
+                f"node.team_devices is {devices}, which takes node.device = cpu, "
+                f"node.tensor_parallel = auto, and node.threads for this node alone"
+            )
+        if degree == "auto" and device is None:
+            return tried(config.threads, config.cpu_weights, devices)
         if degree == "auto":
-            return () if device is not None else tried(config.threads, config.cpu_weights)
+            return ()
         if degree > 1 and device is not None:
             raise ConfigError(
                 f"node.tensor_parallel is {degree}, and on {config.device} it can only be 1 or auto"

@@ -55,7 +55,8 @@ class Statuses:
         told = self._telling.next(view.holdings, whole=self._whole)
         cause, self._cause, self._whole = cause or self._cause, "", False
         load = dataclasses.asdict(view.load)
-        self.profile = self._measured(load.pop("kv_position_bytes"))
+        measured = self._measured(load.pop("kv_position_bytes"))
+        self.profile = msgspec.structs.replace(measured, steps=load.pop("costs"))
         del load["host_tier"]  # only the node's metrics have it
         return NodeStatus(
             cause=cause,

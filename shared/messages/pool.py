@@ -7,6 +7,7 @@ import msgspec
 from shared.ids import NO_ADAPTER, EventId, Generation, ModelId, ModelName, NodeId
 from shared.messages.base import Message
 from shared.parts import Part
+from shared.step_costs import StepCosts
 
 
 class Tier(enum.StrEnum):
@@ -126,6 +127,9 @@ class Profile(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The rate at which it brings up blocks from its own lower tiers."""
     models: tuple[ModelProfile, ...] = ()
     """The models that it ran lately, by id."""
+    steps: tuple[StepCosts, ...] = ()
+    """What decode steps cost, also with further devices of its machine. Empty: it runs what it
+    holds alone (`node.team_devices`)."""
 
 
 class Holding(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -244,6 +248,18 @@ PLANNERS_CHOICE = -1.0
 """A `prefill_share` that the planner chooses, by load and objectives."""
 
 
+class DecodeShape(msgspec.Struct, frozen=True, kw_only=True):
+    """What a decode step of a model has to do, beside reading its blocks."""
+
+    layers: int
+    heads: int
+    """KV heads: ranks have as many of them each. 1 too if ranks do not divide the model."""
+    itemsize: int
+    """Bytes of a weight."""
+    looked_up: int
+    """Bytes of the first block of which a step reads a row for each token."""
+
+
 class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A published model. Its objects lie in the asset store, named by their SHA-256."""
 
@@ -286,6 +302,8 @@ class ModelRecord(msgspec.Struct, frozen=True, kw_only=True):
     embeds: bool = False
     """Whether the model gives vectors of texts and generates none. Its `task` is TEXT, which the
     release before knows."""
+    shape: DecodeShape | None = None
+    """None: it is no decoder, or the record is older than this field."""
     base: ModelId = ModelId("")
     """Not empty: this is a LoRA adapter of that model, whose instances serve it."""
 

@@ -53,6 +53,9 @@ class ApplyPlan(Message, frozen=True, kw_only=True, tag="apply_plan"):
     """Every node that a pull names."""
     part: Part | None = None
     """The blocks for which the node takes room, as one device of a group. None: all."""
+    devices: int = 1
+    """How many devices of its machine run this part together, since they have a part each. 1: the
+    node runs it alone. It counts from when the model is opened next."""
     capability: bytes = b""
     """Lets the node read the blocks of its pulls (`shared/capabilities.py`). Empty: the planner has
     no key to sign one."""
@@ -305,6 +308,11 @@ class EventRecord(msgspec.Struct, frozen=True, kw_only=True):
     """The target that was complete last, so far."""
     parts: dict[NodeId, Part] = {}
     """The blocks that each target is to hold, of a model that fits no device. Empty: all."""
+    together: bool = False
+    """Whether the devices of a machine that hold a part each run each part together."""
+    way: str = ""
+    """Why these devices, and whether together, in words and numbers, of a model that fits no
+    device. Empty: there was no choice."""
     expected: dict[str, float] = {}
     """Seconds that each phase of the ledger was predicted to take, by `Phase.value`."""
     ports: tuple[str, ...] = ()

@@ -6,7 +6,7 @@ from itertools import pairwise, permutations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.planner.core.cut import Room, completed, cut, lacking
+from services.planner.core.cut import Cut, Room, completed, cut, cuts, lacking
 from shared.ids import NodeId
 from shared.layout import PAGE, room_of
 from shared.parts import Part, whole
@@ -61,6 +61,26 @@ def test_a_cut_is_the_best_of_all(blocks: list[int], rooms: list[Room]) -> None:
     for sizes in where:
         assert not any(possible(blocks, sizes, n, sum(every)) for n in range(1, len(found)))
         assert not possible(blocks, sizes, len(found), largest - 1)
+
+
+@given(SIZES, ROOMS)
+def test_cuts_are_those_of_each_machine_and_one_over_several_that_has_fewer_parts(
+    blocks: list[int], rooms: list[Room]
+) -> None:
+    found = cuts(blocks, rooms)
+    if any(room.nbytes >= taken(blocks, whole(len(blocks))) for room in rooms):
+        assert found == (Cut((whole(len(blocks)),), ""),)
+        return
+    for each in found[:1]:
+        assert each.parts == cut(blocks, rooms)
+    hosts = [each for each in found if each.host]
+    over = [each for each in found if not each.host]
+    assert found == (*hosts, *over)
+    for each in hosts:
+        assert each.parts == cut(blocks, [room for room in rooms if room.host == each.host])
+    missing = {room.host for room in rooms} - {each.host for each in hosts}
+    assert not any(cut(blocks, [r for r in rooms if r.host == host]) for host in missing)
+    assert all(len(over[0].parts) < len(each.parts) for each in hosts if over)
 
 
 def test_equal_rooms_are_used_evenly() -> None:

@@ -5,16 +5,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.core.degrees import (
-    GAIN,
-    MOST,
-    Choice,
-    Costs,
-    Shape,
-    choose,
-    decode_s,
-    degrees_for,
-)
+from services.node.core.degrees import MOST, Choice, choose, degrees_for
+from shared.step_costs import GAIN, Shape, StepCosts, decode_s
 
 seconds = st.floats(0, 0.01)
 rates = st.floats(1e8, 1e12)
@@ -24,20 +16,20 @@ shapes = st.builds(
 
 
 @st.composite
-def measurements(draw: st.DrawFn) -> list[Costs]:
+def measurements(draw: st.DrawFn) -> list[StepCosts]:
     degrees = (1, *degrees_for(draw(st.integers(1, 64))))
-    made = [Costs(degree, draw(rates), draw(seconds), draw(seconds)) for degree in degrees]
+    made = [StepCosts(degree, draw(rates), draw(seconds), draw(seconds)) for degree in degrees]
     return draw(st.permutations(made))
 
 
-def chosen(shape: Shape, measured: list[Costs]) -> Costs:
+def chosen(shape: Shape, measured: list[StepCosts]) -> StepCosts:
     degree = choose(shape, measured).degree
     return next(costs for costs in measured if costs.degree == degree)
 
 
 @given(shapes, measurements())
 def test_the_choice_divides_the_heads_and_is_never_slower_than_one_process(
-    shape: Shape, measured: list[Costs]
+    shape: Shape, measured: list[StepCosts]
 ) -> None:
     costs = chosen(shape, measured)
     assert shape.heads % costs.degree == 0
@@ -46,7 +38,7 @@ def test_the_choice_divides_the_heads_and_is_never_slower_than_one_process(
 
 
 @given(shapes, measurements())
-def test_no_other_degree_is_clearly_faster(shape: Shape, measured: list[Costs]) -> None:
+def test_no_other_degree_is_clearly_faster(shape: Shape, measured: list[StepCosts]) -> None:
     costs = chosen(shape, measured)
     for other in measured:
         if shape.heads % other.degree == 0 and other.degree > costs.degree:
@@ -54,7 +46,9 @@ def test_no_other_degree_is_clearly_faster(shape: Shape, measured: list[Costs]) 
 
 
 @given(shapes, measurements())
-def test_the_order_of_what_was_measured_is_no_matter(shape: Shape, measured: list[Costs]) -> None:
+def test_the_order_of_what_was_measured_is_no_matter(
+    shape: Shape, measured: list[StepCosts]
+) -> None:
     assert choose(shape, measured) == choose(shape, measured[::-1])
 
 
@@ -69,8 +63,8 @@ def test_what_only_reads_faster_pays_for_larger_models(
     more_step_s: float,
     larger: int,
 ) -> None:
-    alone = Costs(1, rate, layer_s, step_s)
-    two = Costs(2, rate * times, layer_s + more_layer_s, step_s + more_step_s)
+    alone = StepCosts(1, rate, layer_s, step_s)
+    two = StepCosts(2, rate * times, layer_s + more_layer_s, step_s + more_step_s)
     if chosen(shape, [alone, two]) == two:
         assert chosen(replace(shape, nbytes=larger * shape.nbytes), [alone, two]) == two
 
@@ -84,7 +78,7 @@ def test_each_process_has_a_thread(threads: int) -> None:
 
 
 def test_a_model_that_one_process_runs_says_why() -> None:
-    fast = [Costs(1, 1e9, 0, 0), Costs(2, 2e9, 0, 0)]
+    fast = [StepCosts(1, 1e9, 0, 0), StepCosts(2, 2e9, 0, 0)]
     assert choose(Shape(2, 1 << 30, 2, "it is so"), fast) == Choice(1, "it is so")
     assert choose(Shape(2, 1 << 30, 1), fast).why.startswith("it has 1 KV head, ")
     divided = choose(Shape(2, 10**9, 2), fast)
@@ -94,7 +88,7 @@ def test_a_model_that_one_process_runs_says_why() -> None:
 
 @given(shapes, measurements(), st.integers(1, 8))
 def test_what_is_left_after_a_loss_is_chosen_by_the_same_costs(
-    shape: Shape, measured: list[Costs], most: int
+    shape: Shape, measured: list[StepCosts], most: int
 ) -> None:
     left = [costs for costs in measured if costs.degree <= most]
     choice = choose(shape, left, "a rank ended")

@@ -38,6 +38,7 @@ from shared.errors import (
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import BlockSpec, Manifest
 from shared.parts import Part
+from shared.step_costs import StepCosts
 
 HIDDEN = 4
 VOCAB = 251
@@ -236,9 +237,15 @@ class HashEngine(NoHostTier):
         """Sequences whose rules were made."""
         self._changed = threading.Condition()
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         self.attached[model_id] = set()
         self.n_blocks[model_id] = manifest.n_blocks
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return ()
 
     def division(self, model_id: ModelId) -> str:
         return ""

@@ -19,8 +19,8 @@ PURE_STDLIB = {
 }  # fmt: skip
 PURE_SHARED = (
     "shared.errors", "shared.ids", "shared.known_tokens", "shared.layout", "shared.messages",
-    "shared.parts", "shared.port_shares", "shared.schedule", "shared.slots", "shared.story",
-    "shared.usage", "shared.wording",
+    "shared.parts", "shared.port_shares", "shared.schedule", "shared.slots", "shared.step_costs",
+    "shared.story", "shared.usage", "shared.wording",
 )  # fmt: skip
 
 

@@ -26,6 +26,7 @@ import structlog
 from services.node.checkpoints.adapter import open_adapter
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.checkpoint import Checkpoint, open_checkpoint
+from services.node.checkpoints.decode_shape import decode_shape
 from services.node.checkpoints.disk import (
     check_room,
     disk_errors,
@@ -49,6 +50,7 @@ from services.node.memory.recycled import Recycled
 from shared.errors import BadInput, CorruptCheckpoint, LambdaScaleError, ModelError, NotFound
 from shared.ids import ModelId
 from shared.layout import Manifest, decode_manifest, encode_manifest, model_id
+from shared.messages.pool import DecodeShape
 
 _MODEL_ID = re.compile(r"[0-9a-f]{32}")
 _FILES = "files"
@@ -67,6 +69,7 @@ class Imported:
     """Tokenizer and template files."""
     context_length: int
     nbytes: int
+    shape: DecodeShape | None
 
 
 class Store:
@@ -111,7 +114,12 @@ class Store:
             name = model_id(manifest)
             self._publish(staging, self._root / name, checkpoint.files)
         return Imported(
-            name, manifest, checkpoint.files, checkpoint.config.context_length, manifest.nbytes
+            name,
+            manifest,
+            checkpoint.files,
+            checkpoint.config.context_length,
+            manifest.nbytes,
+            decode_shape(manifest),
         )
 
     def manifests(self) -> dict[ModelId, Manifest]:

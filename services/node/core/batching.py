@@ -91,6 +91,8 @@ class Batcher:
         self._kv = kv
         self._room = Room(node, slots, kv, self._claims)
         self._lendings = Lendings(kv, self._handled)
+        self._together: set[ModelId] = set()
+        """See `open`."""
         self._leader = Leader(
             node,
             speculation=speculation,
@@ -100,6 +102,7 @@ class Batcher:
             worth=worth,
             line=Line(held),
             lendings=self._lendings,
+            together=self._together,
         )
         self._follower = Follower(node, kv, self._room, self._handled)
         self._step_tokens = self._most_tokens = step_tokens
@@ -115,6 +118,15 @@ class Batcher:
         """How often a sequence gave its KV back to make room for others."""
 
     # --- events -------------------------------------------------------------
+
+    def open(self, model_id: ModelId, *, together: bool) -> None:
+        """`together`: this node runs its part of the model with other devices of its machine, and
+        they theirs with it. Then paths have one micro-batch at a time: stages that ran at once
+        would take the same threads from each other."""
+        if together:
+            self._together.add(model_id)
+        else:
+            self._together.discard(model_id)
 
     def submit(self, submit: Submit, *, n_blocks: int, held: Collection[int]) -> list[Command]:
         self._handled.cause = submit.cause or submit.request

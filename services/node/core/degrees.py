@@ -4,43 +4,20 @@ A step of one token reads all weights once. However many processes share the nod
 same threads read them. What differs is what the machine gives them (processes may have memory of
 their own that is near to them), how much they wait for each other in a layer, and that they have to
 be told of each step. All three are measured when the node starts (services/node/engine/rehearsal).
+
+The planner may let all devices of a machine that hold parts of a model run each part together
+(services/planner/core/ways.py). Then more threads read the same weights: those of all these
+devices.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GAIN = 1.1
-"""A larger number of processes has to be faster by this factor than a smaller one. Measurements are
-not exact, and each further process makes it a little more likely that one of them ends."""
+from shared.step_costs import Shape, StepCosts, able, decode_s, fastest
+from shared.wording import counted
+
 MOST = 8
 """Processes. Each takes some 200 MB."""
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What a decode step costs where `degree` processes run it together, with the node's threads
-    divided among them."""
-
-    degree: int
-    bytes_per_s: float
-    """The rate at which all of them together read weights."""
-    layer_s: float
-    """Seconds in which they wait for each other in a layer."""
-    step_s: float
-    """Seconds until threads and processes have been called for a step."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """What a decode step of a model has to do."""
-
-    layers: int
-    nbytes: int
-    """Weights that a step reads."""
-    heads: int
-    """KV heads, whose number a degree has to divide."""
-    alone: str = ""
-    """Why only one process can run it, or should, in words; empty: nothing speaks against more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,32 +27,33 @@ class Choice:
 
 
 def degrees_for(threads: int) -> tuple[int, ...]:
-    """The degrees above 1 that are tried on a node with this number of threads, in ascending
-    order. Each process needs a thread of its own."""
+    """The degrees above 1 that are tried with this number of threads, in ascending order. Each
+    process needs a thread of its own."""
     return tuple(n for n in (1 << i for i in range(1, MOST.bit_length())) if n <= threads)
 
 
-def decode_s(shape: Shape, costs: Costs) -> float:
-    """Seconds of a step of one token through the whole model."""
-    return shape.nbytes / costs.bytes_per_s + shape.layers * costs.layer_s + costs.step_s
-
-
-def choose(shape: Shape, measured: Sequence[Costs], loss: str = "") -> Choice:
+def choose(
+    shape: Shape, measured: Sequence[StepCosts], loss: str = "", *, devices: int = 1
+) -> Choice:
     """`measured`: for each degree that the node can run, among them 1. `loss`: why it can run no
-    larger ones any more; empty: it can run as many as ever."""
+    larger ones any more; empty: it can run as many as ever. `devices`: how many devices of the
+    machine run it together; costs were measured for so many."""
+    choice = _choose(shape, [c for c in measured if c.devices == devices], loss, devices)
+    if devices == 1:
+        return choice
+    return Choice(choice.degree, f"{counted(devices, 'device')} run it together; {choice.why}")
+
+
+def _choose(shape: Shape, measured: Sequence[StepCosts], loss: str, devices: int) -> Choice:
     if shape.alone:
         return Choice(1, shape.alone)
-    if loss and len(measured) == 1:
-        return Choice(1, f"no others are left, since {loss}")
-    able = sorted((c for c in measured if shape.heads % c.degree == 0), key=lambda c: c.degree)
-    seconds = {costs.degree: decode_s(shape, costs) for costs in able}
-    if len(seconds) == 1:
-        heads = "1 KV head" if shape.heads == 1 else f"{shape.heads} KV heads"
+    if len(measured) == 1:
+        return Choice(1, f"no others are left, since {loss}" if loss else "it has one thread")
+    seconds = {costs.degree: decode_s(shape, costs) for costs in able(shape, measured, devices)}
+    best = fastest(shape, measured, devices)
+    if best is None or len(seconds) == 1:
+        heads = counted(shape.heads, "KV head")
         return Choice(1, f"it has {heads}, which more processes do not divide evenly")
-    best = 1
-    for degree in seconds:
-        if seconds[degree] * GAIN < seconds[best]:
-            best = degree
     said = ", ".join(f"{1e3 * s:.3g} ms with {n}" for n, s in seconds.items())
     fewer = f"; there were more before {loss}" if loss else ""
-    return Choice(best, f"a step of one token is expected to take {said}{fewer}")
+    return Choice(best.degree, f"a step of one token is expected to take {said}{fewer}")

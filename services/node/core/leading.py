@@ -27,7 +27,7 @@ host memory are copied, and the rest of their tokens so far is prefilled. Those 
 their gateway, since other instances may have room.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Container, Iterable
 from dataclasses import replace
 
 import msgspec
@@ -93,13 +93,15 @@ class Leader:
         worth: Worth,
         line: Line,
         lendings: Lendings,
+        together: Container[ModelId],
     ) -> None:
+        """`together`: see `Led`."""
         self._node = node
         self._handled = handled
         self._speculation = speculation
         self._kv = kv
         self._room = room
-        self.led = Led()
+        self.led = Led(together)
         self.takings = Takings(kv, room, handled, worth)
         """What `preparing` sequences take over."""
         self.line = line

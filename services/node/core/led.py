@@ -1,17 +1,19 @@
 """The sequences that a node leads, by state (`services.node.core.leading` has the table)."""
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 
 from services.node.core.microbatches import Path
 from services.node.core.rows import SequenceKey, attempt_of
 from services.node.core.sequences import Lane, Sequence, State
-from shared.ids import RequestId
+from shared.ids import ModelId, RequestId
 from shared.messages.serving import Submit
 
 
 class Led:
-    def __init__(self) -> None:
+    def __init__(self, together: Container[ModelId] = ()) -> None:
+        """`together`: the models of which the same devices run all stages together."""
+        self._together = together
         self.preparing: dict[SequenceKey, Sequence] = {}
         """Sequences whose grammars are being made, which wait after that, and sequences for which
         other stages were asked for room, which run once all have it."""
@@ -55,7 +57,8 @@ class Led:
         self._join_lane(sequence)
 
     def _join_lane(self, sequence: Sequence) -> None:
-        lane = self.lanes.setdefault(sequence.path, Lane(sequence.path))
+        path = sequence.path
+        lane = self.lanes.setdefault(path, Lane(path, path.model_id in self._together))
         lane.sequences[sequence.key] = sequence
 
     def _leave_lane(self, sequence: Sequence) -> None:

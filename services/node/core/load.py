@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from shared.ids import ModelId
+from shared.step_costs import StepCosts
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,5 +52,7 @@ class WorkerLoad:
     tokens_accepted: int = 0
     violations: int = 0
     """Messages of peers that were malformed or out of place."""
+    costs: tuple[StepCosts, ...] = ()
+    """See `Engine.costs`."""
     faults: int = 0
     """Bugs that were contained: see the log."""

@@ -325,6 +325,8 @@ class Lane:
     """The running sequences of one path."""
 
     path: Path
+    together: bool = False
+    """Whether the same devices run all stages together, one stage at a time."""
     sequences: dict[SequenceKey, Sequence] = field(default_factory=dict)
     formed: int = 0
     """The lane's age counts from the tick of its last micro-batch, so sequences left out don't age
@@ -334,7 +336,7 @@ class Lane:
     @property
     def depth(self) -> int:
         """The most micro-batches in flight."""
-        return len(self.path.stages)
+        return 1 if self.together else len(self.path.stages)
 
     @property
     def flights(self) -> set[int]:

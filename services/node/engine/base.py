@@ -16,6 +16,7 @@ from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.messages.serving import Logprobs
 from shared.parts import Part
+from shared.step_costs import StepCosts
 
 __all__ = [
     "Adapter",
@@ -135,10 +136,18 @@ class Sweep(Protocol):
 class Engine(Kv, Protocol):
     """Not thread-safe: every method is called on the engine thread."""
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         """Prepares for the model's blocks (reads the config, makes RoPE tables). `part`: no other
-        blocks will come, so pages for KV have its layers only. None: all may come.
+        blocks will come, so pages for KV have its layers only. None: all may come. `devices`: so
+        many devices of the machine run it together, so that it has the threads of all of them.
         UnsupportedModel names what is not supported."""
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        """What decode steps cost, also with the threads of more devices. Empty: it has those of its
+        own device only."""
 
     def division(self, model_id: ModelId) -> str:
         """How many processes run an open model, and why, in words. Empty: there was no choice."""

@@ -7,12 +7,13 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from msgspec.structs import asdict
 
 from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.degrees import Choice, Costs, choose
+from services.node.core.degrees import Choice, choose
 from services.node.core.kv import PAGE, Need, Restoration, movable
 from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
@@ -49,13 +50,14 @@ from shared.errors import (
 )
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
-from shared.parts import Part
+from shared.parts import Part, whole
+from shared.step_costs import StepCosts
 
 if TYPE_CHECKING:
     from services.node.engine.graphs import Capture
 
 
-Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[Costs, ...]]
+Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[StepCosts, ...]]
 """See rehearsal.measure."""
 
 
@@ -116,7 +118,7 @@ class TorchEngine:
         self._adapters: dict[ModelId, Adapter] = {}
         self._adapter_memory = Recycled()
         self._threads = threads or torch.get_num_threads()
-        self._costs: tuple[Costs, ...] = ()
+        self._costs: tuple[StepCosts, ...] = ()
         self._given: dict[ModelId, dict[int, Weights]] = {}
         """The blocks of models that a team runs, in case that it is lost."""
         if ranks is not None:
@@ -130,11 +132,20 @@ class TorchEngine:
                 assert compiled is not None
                 self._costs = measure(ranks, self._threads, self._form, compiled)
                 self._say_what_is_left(ranks)
+        for costs in self.costs:
+            telemetry.logger("engine").info("what decode steps cost", **asdict(costs))
         use_threads(self._threads)
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self,
+        model_id: ModelId,
+        manifest: Manifest,
+        part: Part | None = None,
+        devices: int = 1,
+    ) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
+        devices = min(devices, max((costs.devices for costs in self._costs), default=1))
         config = read_config(manifest.config)
         dtype = check_manifest(manifest, config)
         network: Network
@@ -147,7 +158,7 @@ class TorchEngine:
             self._kv.open_model(model_id, range(config.n_layers), 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None
-            lead = self._lead(manifest, config, dtype)
+            lead = self._lead(manifest, config, dtype, part, devices)
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
@@ -158,14 +169,16 @@ class TorchEngine:
                 erased=not fused and compiled is None,
                 transposed=compiled is not None,
             )
-            network = self._decoder(model_id, manifest, config, dtype, lead)
-            threads = lead.threads if lead else threads
+            network = self._decoder(model_id, manifest, config, dtype, lead, devices)
+            threads = self._threads_of(lead, devices)
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(network, self._kv.longest(model_id), self._capture)
         processors = Processors(manifest.config)
-        self._models[model_id] = Model(manifest, network, processors, threads, graphs)
+        self._models[model_id] = Model(
+            manifest, network, processors, threads, part, devices, graphs
+        )
         self._refit_adapters(model_id)
 
     def _decoder(
@@ -175,11 +188,12 @@ class TorchEngine:
         config: ModelConfig,
         dtype: torch.dtype,
         lead: Lead | None,
+        devices: int,
     ) -> Decoder:
         """The model has its KV. `lead`: see `_lead`."""
         made: Callable[..., Decoder] = Decoder
         if lead is not None:
-            made = partial(LeadDecoder, model_id, manifest, lead)
+            made = partial(LeadDecoder, model_id, manifest, lead, devices=devices)
         return made(
             config,
             dtype,
@@ -190,29 +204,60 @@ class TorchEngine:
             adapters=self._adapters,
         )
 
-    def _lead(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Lead | None:
+    def _threads_of(self, lead: Lead | None, devices: int) -> int:
+        """The threads of this process that run a model."""
+        return lead.threads(devices) if lead else self._threads * devices
+
+    def _lead(
+        self,
+        manifest: Manifest,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        part: Part | None = None,
+        devices: int = 1,
+    ) -> Lead | None:
         """The team that runs the model; None: this process does."""
         if self._ranks is None:
             return None
         if self._costs:
-            degree = self._choice(manifest, config, dtype).degree
+            degree = self._choice(manifest, config, dtype, part, devices).degree
         else:
             (degree,) = self._ranks.degrees
             check_divides(degree, config, dtype)
         return self._ranks.teams.get(degree)
 
-    def _choice(self, manifest: Manifest, config: ModelConfig, dtype: torch.dtype) -> Choice:
+    def _choice(
+        self,
+        manifest: Manifest,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        part: Part | None,
+        devices: int,
+    ) -> Choice:
         assert self._ranks is not None
-        shape = shape_of(manifest, config, dtype, int8=self._form == "int8")
-        able = [costs for costs in self._costs if costs.degree in (1, *self._ranks.degrees)]
-        return choose(shape, able, self._ranks.loss)
+        part = part or whole(manifest.n_blocks)
+        layers = len(layers_of(manifest, config, part))
+        shape = shape_of(manifest, config, dtype, part, layers, int8=self._form == "int8")
+        return choose(shape, self._able, self._ranks.loss, devices=devices)
+
+    @property
+    def costs(self) -> tuple[StepCosts, ...]:
+        return self._able if any(costs.devices > 1 for costs in self._costs) else ()
+
+    @property
+    def _able(self) -> tuple[StepCosts, ...]:
+        """The costs of what can be run now."""
+        degrees = self._ranks.degrees if self._ranks else ()
+        return tuple(costs for costs in self._costs if costs.degree in (1, *degrees))
 
     def division(self, model_id: ModelId) -> str:
-        manifest = self._model(model_id).manifest
+        model = self._model(model_id)
+        manifest = model.manifest
         config = read_config(manifest.config)
         if not self._costs or not isinstance(config, ModelConfig):
             return ""
-        choice = self._choice(manifest, config, check_manifest(manifest, config))
+        dtype = check_manifest(manifest, config)
+        choice = self._choice(manifest, config, dtype, model.part, model.devices)
         whose = "1 process runs" if choice.degree == 1 else f"{choice.degree} processes run"
         return f"{whose} it: {choice.why}"
 
@@ -302,9 +347,10 @@ class TorchEngine:
         assert self._ranks is not None
         self._ranks.settle()
         self._ranks.tell(CloseModel(model_id, asleep=False))
-        lead = self._lead(manifest, before.config, before.dtype)
-        network = self._decoder(model_id, manifest, before.config, before.dtype, lead)
-        threads = lead.threads if lead else self._threads
+        config, dtype, devices = before.config, before.dtype, model.devices
+        lead = self._lead(manifest, config, dtype, model.part, devices)
+        network = self._decoder(model_id, manifest, config, dtype, lead, devices)
+        threads = self._threads_of(lead, devices)
         self._models[model_id] = replace(model, network=network, threads=threads, blocks={})
         self._refit_adapters(model_id)
         return True

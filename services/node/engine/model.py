@@ -80,6 +80,9 @@ class Model:
     processors: Processors
     threads: int = 1
     """How many threads of this process run the model."""
+    part: Part | None = None
+    """See Engine.open_model. The same for `devices`."""
+    devices: int = 1
     graphs: "DecodeGraphs | None" = None
     blocks: dict[int, tuple[Any, ...]] = field(default_factory=dict)
     sums: Sums = field(default_factory=Sums)

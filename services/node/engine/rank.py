@@ -88,9 +88,9 @@ class Rank:
                 self._cache = torch.empty(0, dtype=torch.uint8)
             case Meet(degree=degree):
                 self._teams[degree].meet()
-            case Rehearse(degree=degree):
+            case Rehearse(degree=degree, devices=devices):
                 team = self._teams[degree]
-                rehearse(team, team.threads, self._form, self._compiled, Times())
+                rehearse(team, team.threads(devices), self._form, self._compiled, Times())
             case OpenModel():
                 self._open(order)
             case AttachBlock():
@@ -102,8 +102,8 @@ class Rank:
             case DropAdapter(name=name):
                 self._adapters.pop(name, None)
             case Plan(model=model_id, plan=plan):
-                model, team = self._models[model_id]
-                use_threads(team.threads)
+                model, _ = self._models[model_id]
+                use_threads(model.threads)
                 self._stepping = model, cast(Decoder, model.network).planned(plan)
             case Run():
                 self._run(order)
@@ -123,12 +123,13 @@ class Rank:
             adapters=self._adapters,
             team=team,
         )
-        model = Model(manifest, decoder, Processors(manifest.config))
+        threads = team.threads(order.devices)
+        model = Model(manifest, decoder, Processors(manifest.config), threads)
         self._models[order.model] = model, team
 
     def _attach(self, order: AttachBlock) -> Done:
         model, team = self._models[order.model]
-        use_threads(team.threads)
+        use_threads(model.threads)
         spec = model.manifest.blocks[order.block]
         weights = self._arena[order.offset : order.offset + spec.nbytes]
         try:
@@ -164,7 +165,7 @@ class Rank:
 
     def _head(self, order: Head) -> None:
         model, team = self._models[order.model]
-        use_threads(team.threads)
+        use_threads(model.threads)
         decoder, unit = cast(Decoder, model.network), model.head_unit(model.manifest.n_blocks - 1)
         assert unit is not None
         x, logits = head_room(team, decoder.config, decoder.dtype, order.rows)

@@ -321,8 +321,10 @@ class LeadDecoder(Decoder):
         fused: bool,
         compiled: kernels.Kernels | None,
         adapters: Mapping[ModelId, Adapter],
+        devices: int,
     ) -> None:
-        """`check_divides` has seen the model."""
+        """`check_divides` has seen the model. `devices`: with the threads of how many it is
+        run."""
         super().__init__(
             config,
             dtype,
@@ -335,7 +337,7 @@ class LeadDecoder(Decoder):
         )
         self._model, self._manifest = model, manifest
         self._lead = lead
-        lead.tell(OpenModel(model, lead.share.of, manifest, longest))
+        lead.tell(OpenModel(model, lead.share.of, manifest, longest, devices))
 
     @property
     def share(self) -> Share:

@@ -3,6 +3,7 @@
 are zero.
 """
 
+import fcntl
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,13 +12,15 @@ from dataclasses import dataclass, field
 
 import torch
 
-from services.node.core.degrees import Costs, degrees_for
+from services.node.compiling import cache_folder
+from services.node.core.degrees import degrees_for
 from services.node.engine import kernels
 from services.node.engine.huge_pages import HugePages
 from services.node.engine.linear import Form, Packed
 from services.node.engine.ranks import Lead, Ranks
 from services.node.engine.share import WHOLE, Among
 from services.node.engine.team import Meet, Rehearse, Team, use_threads
+from shared.step_costs import StepCosts
 
 SIDE = 4096
 """Inputs and outputs of the matrix that is read: 64 MiB of float32, more than most caches hold."""
@@ -46,11 +49,12 @@ class Times:
     """To call threads and ranks for one part of a step."""
 
 
-def tried(threads: int, form: Form) -> tuple[int, ...]:
-    """The degrees beside 1 that are worth measuring on a CPU. `threads`: as for TorchEngine."""
+def tried(threads: int, form: Form, devices: int = 1) -> tuple[int, ...]:
+    """The degrees beside 1 that are worth measuring on a CPU. `threads`: as for TorchEngine.
+    `devices`: how many devices of the machine may run a model together."""
     if form == "stored" or kernels.load() is None:
         return ()
-    return degrees_for(threads or torch.get_num_threads())
+    return degrees_for(devices * (threads or torch.get_num_threads()))
 
 
 @torch.inference_mode()
@@ -60,39 +64,63 @@ def measure(
     form: Form,
     compiled: kernels.Kernels,
     *,
+    devices: int = 1,
     give_up_s: float = GIVE_UP_S,
-) -> tuple[Costs, ...]:
-    """The costs of each degree that can be run, 1 among them. `ranks` have been started. A team
-    that is lost meanwhile is left out."""
+) -> tuple[StepCosts, ...]:
+    """The costs of each degree that can be run, 1 among them, with the threads of this device, and
+    of more, up to `devices` together. `ranks` have been started. A team that is lost meanwhile is
+    left out."""
     nbytes = SIDE * SIDE * (1 if form == "int8" else 4)
-    times = {degree: Times() for degree in (1, *ranks.degrees)}
-    with _at_most(give_up_s, ranks):
+    times = {
+        (degree, count): Times()
+        for count in range(1, devices + 1)
+        for degree in (1, *ranks.degrees)
+        if degree == 1 or degree <= threads * count
+    }
+    with _in_turn(devices), _at_most(give_up_s, ranks):
         began = time.perf_counter()
         for turn in range(TURNS):
             if turn and time.perf_counter() - began > LIMIT_S:
                 break
-            for degree, known in times.items():
+            for (degree, count), known in times.items():
                 if degree not in (1, *ranks.degrees):
                     continue
                 team = ranks.teams.get(degree)
+                own = team.threads(count) if team else threads * count
                 if team:
-                    team.tell(Rehearse(degree))
-                rehearse(team, team.threads if team else threads, form, compiled, known)
-                call = _calls(team, compiled, threads)
+                    team.tell(Rehearse(degree, count))
+                rehearse(team, own, form, compiled, known)
+                call = _calls(team, compiled, own)
                 known.calls.extend(_seconds(call) for _ in range(TIMES))
         ranks.settle()
     # The fastest repetition counts: other programs, which are busy while a node starts, disturb it
     # least.
     return tuple(
-        Costs(
+        StepCosts(
             degree=degree,
             bytes_per_s=nbytes / min(each.reads),
             layer_s=min(each.waits) / LAYERS,
             step_s=PARTS * min(each.calls),
+            devices=count,
+            int8=form == "int8",
         )
-        for degree, each in times.items()
+        for (degree, count), each in times.items()
         if degree in (1, *ranks.degrees)
     )
+
+
+@contextmanager
+def _in_turn(devices: int) -> Iterator[None]:
+    """In the context, no other node of this user measures what several devices do. Nodes of one
+    machine start together, and would take the same threads from each other."""
+    if devices == 1:
+        yield
+        return
+    folder = cache_folder()
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / "rehearsal.lock").open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 @contextmanager
@@ -154,13 +182,13 @@ def _waits(
 
 
 def _calls(team: Lead | None, compiled: kernels.Kernels, threads: int) -> Callable[[], None]:
-    """Calls threads and ranks for nothing."""
+    """Calls threads and ranks for nothing. `threads`: of this process."""
     if team is None:
         return _waits(None, compiled, threads, 0)
 
     def call() -> None:
         team.tell(Meet(team.share.of))
-        _waits(None, compiled, team.threads, 0)()
+        _waits(None, compiled, threads, 0)()
         team.meet()
 
     return call

@@ -20,10 +20,11 @@ from typing import NamedTuple
 import torch
 
 from services.node.checkpoints.config import EMBEDDING, ModelConfig
-from services.node.core.degrees import Shape
 from services.node.engine import kernels
 from shared.errors import UnsupportedModel
 from shared.layout import Manifest
+from shared.parts import Part
+from shared.step_costs import Shape
 
 UNIT = 16
 """A rank computes this many outputs together, because the kernels' vectors have this length."""
@@ -77,17 +78,27 @@ def cut(tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]) -> tor
     return views[0] if len(views) == 1 else torch.cat(views)
 
 
-def shape_of(manifest: Manifest, config: ModelConfig, dtype: torch.dtype, *, int8: bool) -> Shape:
-    """What a decode step of the model has to do. `int8`: with weights of 8 bits."""
+def shape_of(
+    manifest: Manifest,
+    config: ModelConfig,
+    dtype: torch.dtype,
+    part: Part,
+    layers: int,
+    *,
+    int8: bool,
+) -> Shape:
+    """What a decode step of a part of the model, with so many layers, has to do. `int8`: with
+    weights of 8 bits."""
     alone = ""
     if dtype not in kernels.DTYPES:
         alone = f"models in {dtype} are not divided"
     elif config.experts is not None:
         alone = "a token may wait for one process only, since experts are whole"
-    tensors = (tensor for block in manifest.blocks for tensor in block.tensors)
+    blocks = manifest.blocks[part.start : part.stop]
+    tensors = (tensor for block in blocks for tensor in block.tensors)
     nbytes = sum(tensor.nbytes for tensor in tensors if tensor.name != EMBEDDING)
     rounded = dtype.itemsize if int8 else 1
-    return Shape(config.n_layers, nbytes // rounded, config.n_kv_heads, alone)
+    return Shape(layers, nbytes // rounded, config.n_kv_heads, alone)
 
 
 def check_divides(degree: int, config: ModelConfig, dtype: torch.dtype) -> None:

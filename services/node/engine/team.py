@@ -59,11 +59,10 @@ class Team:
     """A rank's view of its team."""
 
     def __init__(self, share: Share, place: Shared, threads: int) -> None:
-        """`place`: where the teams of all degrees meet (`prepare`). `threads`: of all ranks
-        together."""
+        """`place`: where the teams of all degrees meet (`prepare`). `threads`: of the node's
+        device."""
         self.share = share
-        self.threads = max(1, threads // share.of)
-        """Of this rank."""
+        self._threads = threads
         self._place = place
         self._room = torch.empty(0, dtype=torch.uint8)
 
@@ -71,6 +70,10 @@ class Team:
     def address(self) -> int:
         """The address of the kernels.Team."""
         return self._place.bytes.data_ptr() + self.share.of * ctypes.sizeof(kernels.Team)
+
+    def threads(self, devices: int = 1) -> int:
+        """Of each rank, where they run a model together with the threads of so many devices."""
+        return max(1, self._threads * devices // self.share.of)
 
     def meet(self) -> None:
         """Returns when all ranks have called it."""
@@ -126,6 +129,7 @@ class Rehearse(_Order, frozen=True):
     """Do your part of a rehearsal (rehearsal.py)."""
 
     degree: int
+    devices: int
 
 
 class OpenModel(_Order, frozen=True):
@@ -134,6 +138,8 @@ class OpenModel(_Order, frozen=True):
     manifest: Manifest
     longest: int
     """See Decoder."""
+    devices: int
+    """With the threads of how many devices it is run."""
 
 
 class AttachBlock(_Order, frozen=True):

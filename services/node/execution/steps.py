@@ -152,11 +152,14 @@ class Steps:
 
     # --- calls, which raise typed errors only -------------------------------
 
-    def open_model(self, model_id: ModelId, manifest: Manifest, part: Part | None = None) -> None:
+    def open_model(
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
+    ) -> None:
         self._broken_blocks.discard(model_id)
         with self._blamed():
-            self._engine.open_model(model_id, manifest, part)
+            self._engine.open_model(model_id, manifest, part, devices)
         self._models[model_id] = manifest
+        self._batcher.open(model_id, together=devices > 1)
         self._tell_division(model_id, "open_model")
 
     def regroup(self) -> Iterator[None]:
@@ -331,6 +334,7 @@ class Steps:
             kv_received_bytes=self._kv_moves.received_bytes,
             host_tier=replace(self._engine.host_tier, tokens=self._batcher.restored_tokens),
             preemptions=self._batcher.preemptions,
+            costs=self._engine.costs,
             tokens_proposed=self._batcher.tokens_proposed,
             tokens_accepted=self._batcher.tokens_accepted,
             violations=self._violations,

@@ -169,12 +169,12 @@ class Worker:
         self._on_ended()
 
     async def open_model(
-        self, model_id: ModelId, manifest: Manifest, part: Part | None = None
+        self, model_id: ModelId, manifest: Manifest, part: Part | None = None, devices: int = 1
     ) -> None:
         """Opens a model. After this returns, what else can be prepared before blocks come is
         prepared between steps."""
         with telemetry.span("open_model", parent=telemetry.here()):
-            await self._ask(lambda steps: steps.open_model(model_id, manifest, part))
+            await self._ask(lambda steps: steps.open_model(model_id, manifest, part, devices))
         trace = self._traces[model_id] = telemetry.here()
         self._post(lambda steps: self._warm_up(steps.warm_up(model_id), trace))
 

@@ -26,6 +26,8 @@ class Hosted:
     residency: Residency
     trace: str = ""
     """The trace of the plan that is followed."""
+    devices: int = 1
+    """How many devices of the machine run it together, from when it is opened next."""
     promotion: Promotion | None = None
     demotion: Demotion | None = None
     """Its way into the host cache, while its copy is made there."""

@@ -206,7 +206,7 @@ class Hosting:
         await hosted.stop_promotion()
         async with hosted.lock:
             hosted.residency = hosted.residency.follow(followed)
-            hosted.trace = plan.trace
+            hosted.trace, hosted.devices = plan.trace, plan.devices
             hosted.tell(plan.event, f"follows revision {plan.revision}")
             addresses = {peer.node: peer.address for peer in plan.peers}
             held, cached = hosted.residency.held, self.cache.is_stored(plan.model_id)

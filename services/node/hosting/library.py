@@ -262,6 +262,7 @@ class Library:
             chunk_bytes=imported.manifest.chunk_bytes,
             task=Task.CLASSIFY if is_classifier(imported.manifest.config) else Task.TEXT,
             embeds=is_encoder(imported.manifest.config),
+            shape=imported.shape,
         )
 
 

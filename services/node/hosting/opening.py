@@ -50,7 +50,9 @@ class Opening:
         if hosted.residency.mode is Mode.STANDBY:
             hosted.span.hold(ENGINE)
             try:
-                await self._worker.open_model(hosted.model, hosted.manifest, hosted.residency.room)
+                await self._worker.open_model(
+                    hosted.model, hosted.manifest, hosted.residency.room, hosted.devices
+                )
             except BaseException:
                 hosted.span.release(ENGINE)
                 raise

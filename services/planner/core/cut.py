@@ -4,7 +4,8 @@ A group is a fixed path: each of its devices holds one part, a run of blocks, fo
 devices as possible are used, because each further one adds a hop to every token. Of the cuts with
 so few parts, one is taken whose largest part is smallest: a token is bound by reading the weights,
 so a part takes the time of its bytes, and the slowest stage bounds the throughput. A group lies on
-one machine if the model fits on one, since activations then need no network.
+one machine if the model fits on one, since activations then need no network. (`ways` may take
+another of the cuts, if it was measured to be faster.)
 
 The largest g rooms are the best g to have. In which order they take their runs is found by dynamic
 programming over how many rooms of each size are used: what matters is the furthest block that they
@@ -41,6 +42,13 @@ def room_for(block_bytes: Iterable[int]) -> int:
     return sum(map(room_of, block_bytes))
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    parts: tuple[Part, ...]
+    host: str
+    """The machine that has room for all of them. Empty: it takes several."""
+
+
 def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] | None:
     """The parts, in the order of the blocks; one part if a device has room for the whole model.
     None: the rooms are too small, even all together.
@@ -48,20 +56,30 @@ def cut(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Part, ...] |
     Deterministic. The parts cover every block once, and there are as many devices, each with room
     for one of them.
     """
+    found = cuts(block_bytes, rooms)
+    return found[0].parts if found else None
+
+
+def cuts(block_bytes: Sequence[int], rooms: Iterable[Room]) -> tuple[Cut, ...]:
+    """The best cut for each machine that has room for a group, the best of all first. A cut over
+    several machines comes last. It is one of them only if it has fewer parts than all others."""
     rooms = tuple(rooms)
     ends = (0, *accumulate(map(room_of, block_bytes)))
     if any(room.nbytes >= ends[-1] for room in rooms):
-        return (whole(len(block_bytes)),)
+        return (Cut((whole(len(block_bytes)),), ""),)
     hosts: dict[str, list[int]] = {}
     for room in rooms:
         hosts.setdefault(room.host or room.node, []).append(room.nbytes)
-    cuts = [found for sizes in hosts.values() if (found := _fewest(ends, sizes))]
-    if not cuts and (found := _fewest(ends, [room.nbytes for room in rooms])):
-        cuts = [found]
-    best = min(cuts, key=lambda stops: (len(stops), _largest(ends, stops), stops), default=None)
-    if best is None:
-        return None
-    return tuple(Part(start, stop) for start, stop in zip((0, *best), best, strict=False))
+    made = [(stops, host) for host, sizes in hosts.items() if (stops := _fewest(ends, sizes))]
+    made.sort(key=lambda each: (len(each[0]), _largest(ends, each[0]), each))
+    over = _fewest(ends, [room.nbytes for room in rooms])
+    if over and (not made or len(over) < len(made[0][0])):
+        made.append((over, ""))
+    return tuple(Cut(_parts(stops), host) for stops, host in made)
+
+
+def _parts(stops: Sequence[int]) -> tuple[Part, ...]:
+    return tuple(Part(start, stop) for start, stop in zip((0, *stops), stops, strict=False))
 
 
 def _fewest(ends: Sequence[int], sizes: Sequence[int]) -> tuple[int, ...] | None:

@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from services.planner.core.cut import Room, completed, cut, room_for
+from services.planner.core import ways
+from services.planner.core.cut import Room, completed, room_for
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import Fleet
 from services.planner.core.standing import Standing
@@ -19,6 +20,19 @@ class Cutting:
         self._record = record
         self._fleet = fleet
         self._standing = standing
+        self._way: ways.Chosen | None = None
+        """Of a model that fits no device; None: this one fits, or there is no room for it."""
+
+    @property
+    def together(self) -> bool:
+        """Whether the devices of a machine that have a part each run each part together."""
+        return self._way is not None and self._way.way.together
+
+    @property
+    def why(self) -> str:
+        """Why these devices run the model, and whether together, in words and numbers; empty: there
+        was no choice."""
+        return self._way.why if self._way else ""
 
     @property
     def room(self) -> int:
@@ -54,11 +68,20 @@ class Cutting:
         spaces = [cluster.part(n, record.model_id) for n in cluster.with_space(record.model_id)]
         parts = {part for part in (*spaces, *planned) if part is not None}
         if not parts and (record.nbytes <= cluster.largest_arena or spaces):
-            self._fleet.cut = (whole(record.n_blocks),)
+            self._fleet.cut, self._way = (whole(record.n_blocks),), None
             return
         infos = [info for info in cluster.nodes.values() if info.duty is Duty.ALL]
         sizes = [Room(info.node, info.host, info.arena_bytes) for info in infos]
         free = [replace(r, nbytes=min(r.nbytes, cluster.free(r.node) or 0)) for r in sizes]
         blocks = record.block_bytes
         known = completed(parts, blocks, sizes) if parts else None
-        self._fleet.cut = known or cut(blocks, free) or cut(blocks, sizes) or ()
+        model = ways.Decoded(blocks, record.shape)
+        if known:
+            self._way = ways.choose_for(model, map(self._device, sizes), known)
+        else:
+            given = (map(self._device, rooms) for rooms in (free, sizes))
+            self._way = next(filter(None, (ways.choose(model, each) for each in given)), None)
+        self._fleet.cut = self._way.way.parts if self._way else ()
+
+    def _device(self, room: Room) -> ways.Device:
+        return ways.Device(room, self._desk.cluster.profile(room.node).steps)

@@ -53,6 +53,8 @@ def begin(
     decided_ns: int,
     expected: dict[str, float],
     trace: str,
+    together: bool = False,
+    way: str = "",
 ) -> EventRecord:
     """The record of an event that was just decided."""
     return EventRecord(
@@ -79,6 +81,8 @@ def begin(
         physical_limit_s=None,
         bytes_moved=0,
         trace=trace,
+        together=together,
+        way=way,
     )
 
 

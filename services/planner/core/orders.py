@@ -14,7 +14,7 @@ from services.planner.core.fleet import PACE_PER_MEMBER_S
 from services.planner.core.stimuli import Answer, Failed
 from shared.errors import LambdaScaleError, NotFound, PlanError
 from shared.ids import NodeId
-from shared.messages.pool import ModelRecord
+from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import ApplyPlan, EventRecord, Pull, Transfer
 
 APPLY_S = 8.0
@@ -101,6 +101,7 @@ class Orders:
             promote=tuple(sorted(promoting.get(node, frozenset()) - held)),
             peers=tuple(nodes[peer] for peer in sorted({pull.source for pull in pulls})),
             part=record.parts.get(node),
+            devices=self._devices(record, node),
             report_s=report_s(len(record.targets), links=bool(record.transfers)),
             trace=record.trace,
             cause=record.id,
@@ -111,6 +112,18 @@ class Orders:
         self.sent[node] = record.revision
         self._open[ticket.number] = node
         self._desk.do(SendPlan(ticket=ticket, message=plan, cause=record.id))
+
+    def _devices(self, record: EventRecord, node: NodeId) -> int:
+        """How many devices of the node's machine run its part together: those with a part each."""
+        cluster, id_ = self._desk.cluster, record.model_id
+        if not record.together or node not in record.parts:
+            return 1
+        there = {each: cluster.part(each, id_) for each in cluster.with_space(id_)} | record.parts
+        host = cluster.nodes[node].host
+        mates = (part for n, part in there.items() if _host(cluster.nodes.get(n)) == host)
+        count = len({part for part in mates if part is not None})
+        measured = {costs.devices for costs in cluster.profile(node).steps}
+        return count if count in measured else 1
 
     def on_answer(self, answer: Answer, record: EventRecord, promoting: Promoting) -> None:
         node = self._open.pop(answer.ticket.number, None)
@@ -169,3 +182,7 @@ def report_s(targets: int, *, links: bool = True) -> float:
     if not links:
         return max(seconds, AT_ONCE_S)
     return seconds if seconds >= AT_ONCE_S else 0.0
+
+
+def _host(info: NodeInfo | None) -> str | None:
+    return info.host if info is not None else None

@@ -373,9 +373,14 @@ class Replicas:
                 self._desk.archive.events.values(), self.record.model_id, settings.scale_up_hold_s
             ),
             trace=settings.new_trace(),
+            together=self.cutting.together,
+            way=self.cutting.why,
         )
         self._tell(f"begins {record.id} for {_in_words(needs)}", record.id)
-        self.note(Verdict.MORE, decision.replicas, decision.cause, event=record.id)
+        why = "; ".join(filter(None, (decision.cause, record.way)))
+        self.note(Verdict.MORE, decision.replicas, why, event=record.id)
+        if record.way:
+            self._tell(record.way, record.id)
         self._desk.span("detect", record.trace, since_ns=detected_ns)
         self._desk.span(
             "decide",

@@ -180,6 +180,7 @@ class Nodes:
         epoch: int = 0,
         infos: Mapping[str, NodeInfo] | None = None,
         part: Part | None = None,
+        devices: int = 1,
     ) -> ApplyPlan:
         """`pulls`: block -> source."""
         pulls = pulls or {}
@@ -198,6 +199,7 @@ class Nodes:
             promote=tuple(promote),
             peers=tuple(known[source] for source in sorted(set(pulls.values())) if source in known),
             part=part,
+            devices=devices,
         )
 
     async def apply(

@@ -36,6 +36,14 @@ def test_a_gpu_takes_no_ranks() -> None:
     assert worker_on(gpu, device="cuda:0", tensor_parallel="auto").pulse().broken == ""
 
 
+@pytest.mark.parametrize(
+    "settings", [{"tensor_parallel": 2, "threads": 2}, {"tensor_parallel": "auto"}, {"threads": 1}]
+)
+def test_devices_that_run_together_have_threads_of_their_own(settings: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"team_devices is 2, .* and node.threads for this"):
+        worker_on(None, team_devices=2, **settings)
+
+
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 def test_degrees_are_tried_up_to_the_number_of_threads() -> None:
     assert [tried(n, "packed") for n in (1, 2, 3, 7)] == [(), (2,), (2,), (2, 4)]

@@ -152,6 +152,24 @@ def test_a_model_that_fits_on_no_node_is_cut_and_its_largest_part_is_planned(
         run("--nodes", "1", *words)
 
 
+def test_explain_who_runs_a_model_that_fits_on_no_node(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--nodes", "4", "--sources", "2", "--blocks", "10", "--size-mb", "1000"]
+    words += ["--link-mbit", "8000", "--arena-mb", "520", "--layers", "8", "--explain"]
+    assert run(*words, "--step", "20,0.1,1") == 0
+    assert "they run" not in capsys.readouterr().out
+    for rate, chosen in (("36", "together"), ("21", "one after the other")):
+        assert run(*words, "--step", "20,0.1,1", "--step-together", f"{rate},55,60") == 0
+        out = capsys.readouterr().out
+        assert f"they run: 2 devices of one machine {chosen}: a token is expected to take" in out
+        assert "51.6 ms by 2 devices of one machine one after the other; " in out
+    with pytest.raises(BadInput, match="needs --step"):
+        run(*words, "--step-together", "36,55,60")
+    with pytest.raises(BadInput, match="need --arena-mb"):
+        run("--nodes", "4", "--blocks", "10", "--layers", "8")
+    with pytest.raises(BadInput, match="three numbers: GB/s"):
+        run(*words, "--step", "20,0.1")
+
+
 def test_explain_where_nothing_moves(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--nodes", "2", "--blocks", "2", "--sources", "2", "--explain") == 0
     assert "there is nothing to choose" in capsys.readouterr().out

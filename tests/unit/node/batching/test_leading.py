@@ -8,7 +8,7 @@ from services.node.core.rows import Context
 from services.node.core.sequences import ENOUGH, sequence_key
 from shared.errors import StaleEpoch, TransportTimeout
 from shared.messages.serving import AttemptFailed, Cancel, LogitRules
-from tests.support.submits import THREE, TWO, WHOLE, submit
+from tests.support.submits import MODEL, THREE, TWO, WHOLE, submit
 from tests.unit.node.batching.builders import (
     FakeKv,
     _cancel_of,
@@ -138,6 +138,18 @@ def test_a_path_of_two_stages_has_two_even_micro_batches_in_flight() -> None:
     core.received(Sampled(first.batch, tuple((k, (1,)) for k in first.keys)))
     assert {row[0] for row in rows(take(core))} == set(first.keys)
     assert not core.take()
+
+
+def test_stages_that_the_same_devices_run_have_one_micro_batch_in_all() -> None:
+    core = batcher(step_tokens=100)
+    core.open(MODEL, together=True)
+    queue(core, *(one(f"r{i}", TWO) for i in range(5)))
+    (only,) = take(core)
+    assert len(only.rows) == 5
+    run(core, (only,))
+    assert not core.take()
+    core.received(Sampled(only.batch, tuple((k, (1,)) for k in only.keys)))
+    assert len(rows(take(core))) == 5
 
 
 def test_a_sequence_that_joins_fills_a_micro_batch_that_is_free_but_no_further_one() -> None:

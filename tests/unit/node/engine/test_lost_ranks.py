@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from services.node.engine.base import MakeAdapter
+from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.engine.rehearsal import measure
 from shared.errors import EngineFailed
@@ -75,8 +76,8 @@ def kill(ranks: Ranks, rank: int) -> None:
     until(lambda: ranks.degrees != before)
 
 
-def regroup(made: Chosen) -> None:
-    for _ in made.engine.regroup():
+def regroup(engine: TorchEngine) -> None:
+    for _ in engine.regroup():
         pass
 
 
@@ -149,7 +150,7 @@ def test_a_sequence_goes_on_after_its_team_was_lost(choosing: Callable[..., Chos
         if step == 3:
             kill(made.ranks, 1)
             until(lambda: bool(told))
-            regroup(made)
+            regroup(made.engine)
             assert made.engine.held(MODEL) == frozenset(range(model.n_blocks))
         one = part([row("s", at, given, draw=step)], 0, model.n_blocks)
         tokens += run(made.engine, one).sampled[0]
@@ -165,7 +166,7 @@ def test_a_step_in_which_a_rank_is_killed_fails(choosing: Callable[..., Chosen])
     with killed_while_waited_for(made.ranks, 3, 4), pytest.raises(EngineFailed, match="signal 9"):
         run(made.engine, first)
     made.engine.free(("first",))
-    regroup(made)
+    regroup(made.engine)
     assert made.engine.division(MODEL).startswith("2 processes run it")
     assert made.generate({MODEL: model})[MODEL] == model.expected_tokens(PROMPT, COUNT)
 
@@ -187,13 +188,13 @@ def test_only_teams_that_the_rank_was_in_are_lost(choosing: Callable[..., Chosen
 
     assert processes() == ["4", "2", "1"]
     kill(made.ranks, 2)
-    regroup(made)
+    regroup(made.engine)
     assert processes() == ["2", "2", "1"]
     assert len(made.ranks.processes) == 1
     assert made.generate(models) == expected
     made.engine.close_model(names[1], asleep=True)
     kill(made.ranks, 1)
-    regroup(made)
+    regroup(made.engine)
     assert not made.ranks.processes
     made.hold(names[1], models[names[1]])
     assert processes() == ["1", "1", "1"]
@@ -211,7 +212,7 @@ def test_a_team_is_lost_while_blocks_come(choosing: Callable[..., Chosen]) -> No
         memory[:] = buffer
         made.engine.attach(MODEL, block, memory)
     assert made.engine.held(MODEL) == frozenset(range(2, model.n_blocks))
-    regroup(made)
+    regroup(made.engine)
     assert made.engine.held(MODEL) == frozenset(range(model.n_blocks))
     assert made.generate({MODEL: model})[MODEL] == model.expected_tokens(PROMPT, COUNT)
 
@@ -232,7 +233,7 @@ def test_adapters_of_a_team_that_is_lost(tmp_path: Folder, choosing: Callable[..
             adapter = maker(weights)
             made.engine.make_adapter = make  # type: ignore[method-assign]
             kill(made.ranks, 1)
-            regroup(made)
+            regroup(made.engine)
             return adapter
 
         return lambda: made_late

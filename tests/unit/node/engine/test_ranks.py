@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from services.node.core.degrees import Costs
 from services.node.core.kv import PAGE
 from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
@@ -26,6 +25,7 @@ from services.node.engine.team import Meet
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId
+from shared.step_costs import StepCosts
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
 from tests.unit.node.engine.test_adapters import SPECS, Adapted, with_adapter
@@ -300,7 +300,7 @@ def test_a_rank_that_is_killed_is_told() -> None:
 
 
 def costs(rates: dict[int, float]) -> Any:
-    chosen = tuple(Costs(degree, rate, 0.0, 0.0) for degree, rate in rates.items())
+    chosen = tuple(StepCosts(degree, rate, 0.0, 0.0) for degree, rate in rates.items())
     return lambda *_: chosen
 
 
@@ -415,9 +415,9 @@ def test_adapters_where_degrees_are_chosen(
 
 @pytest.mark.parametrize("form", ["packed", "int8"])
 def test_what_a_step_costs_is_measured(form: Form, choosing: Callable[..., Chosen]) -> None:
-    measured: list[Costs] = []
+    measured: list[StepCosts] = []
 
-    def watched(*args: Any) -> tuple[Costs, ...]:
+    def watched(*args: Any) -> tuple[StepCosts, ...]:
         measured.extend(measure(*args))
         return tuple(measured)
 

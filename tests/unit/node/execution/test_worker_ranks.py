@@ -6,11 +6,11 @@ import signal
 
 import pytest
 
-from services.node.core.degrees import Costs
 from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
 from shared.errors import EngineFailed
+from shared.step_costs import StepCosts
 from tests.support.submits import WHOLE, submit
 from tests.support.worker_cluster import cluster
 from tests.unit.node.engine.models import make_model
@@ -30,7 +30,7 @@ async def test_requests_go_on_when_a_rank_is_killed() -> None:
     ranks = Ranks((2,), arena.memory)
 
     def engine(positions: int) -> TorchEngine:
-        measured = Costs(1, 1e9, 0.0, 0.0), Costs(2, 2e9, 0.0, 0.0)
+        measured = StepCosts(1, 1e9, 0.0, 0.0), StepCosts(2, 2e9, 0.0, 0.0)
         return TorchEngine("cpu", positions, threads=2, ranks=ranks, measure=lambda *_: measured)
 
     async with cluster(

@@ -1,12 +1,20 @@
 """A node that holds a part of a model, as one device of a group."""
 
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from services.node import real_parts
+from services.node.engine.ranks import Ranks
+from shared import subjects
 from shared.errors import BadInput, CapacityExceeded
+from shared.ids import NodeId
 from shared.layout import PAGE
 from shared.messages.pool import Holding, Tier
+from shared.messages.story import StoryQuery, Told
 from shared.parts import Part
 from tests.unit.node.cluster import Nodes, nodes
 from tests.unit.node.hosting.test_inheritance import KeptHere
@@ -47,6 +55,64 @@ async def test_two_nodes_without_room_for_the_model_run_it_together(
         assert (held.tier, held.blocks, held.part) == (Tier.HOST, tuple(LAST.blocks), LAST)
         await up.release("b")
         await up.nothing_leaked("b")
+
+
+@pytest.fixture
+def ranks(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Ranks]]:
+    """Those of all nodes. Else they end with the node's process, which is that of the tests."""
+    made: list[Ranks] = []
+
+    def make(*args: Any) -> Ranks:
+        made.append(Ranks(*args))
+        return made[-1]
+
+    monkeypatch.setattr(real_parts, "Ranks", make)
+    yield made
+    for each in made:
+        each.close()
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
+async def test_two_nodes_of_a_machine_run_each_part_together(
+    tmp_path: Path, checkpoint: Path, ranks: list[Ranks]
+) -> None:
+    """They say with how many processes, which is theirs to choose. Where a node was asked to run
+    its part alone, it says nothing of others."""
+    settings: dict[str, Any] = {
+        "machine": "m",
+        "tensor_parallel": "auto",
+        "team_devices": 2,
+        "arena_bytes": 400_000,
+    }
+    async with nodes(tmp_path, checkpoint, "a") as up:
+        await up.promoted("a")
+        tokens = await up.generate("a")
+        assert settings["arena_bytes"] < up.record.nbytes
+        for name, part in (("b", FIRST), ("c", LAST)):
+            await up.start(name, **settings)
+            pulls = dict.fromkeys(part.blocks, "a")
+            await up.apply(name, pulls, part=part, devices=2)
+            await up.until_arrived(name, tuple(part.blocks))
+            assert any(" it: 2 devices run it together; " in t for t in await _said(up, name))
+        assert await up.generate("b", "c", request="together") == tokens
+
+        status = up.status("c")
+        assert status is not None
+        measured = [(costs.devices, costs.degree) for costs in status.profile.steps]
+        assert measured == [(1, 1), (2, 1), (2, 2)]
+        await up.release("c")
+        await up.apply("c", dict.fromkeys(LAST.blocks, "a"), part=LAST, event="ev-2")
+        await up.until_arrived("c", tuple(LAST.blocks), "ev-2")
+        assert "2 devices" not in (await _said(up, "c"))[-1]
+        assert len(ranks) == 2
+        assert await up.generate("b", "c", request="one of them alone") == tokens
+
+
+async def _said(up: Nodes, name: str) -> list[str]:
+    """What the node has said of who runs the model."""
+    query = StoryQuery(subject=up.record.model_id)
+    told = await up.request(subjects.node_story(NodeId(name)), query, Told)
+    return [step.text for step in told.steps if " it: " in step.text]
 
 
 async def test_a_part_outlives_its_process(tmp_path: Path, checkpoint: Path) -> None:
