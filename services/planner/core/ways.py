@@ -29,7 +29,7 @@ and unless another way is faster by GAIN.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from msgspec.structs import replace
+import msgspec
 
 from services.planner.core.cut import Cut, Room, cuts
 from shared.messages.pool import DecodeShape
@@ -169,7 +169,9 @@ def _sound(costs: Sequence[StepCosts]) -> list[StepCosts]:
     fast as one. Where it seems so, something else disturbed the measurement of the one."""
     least = max((each.bytes_per_s / each.devices for each in costs), default=0.0)
     return [
-        replace(each, bytes_per_s=max(each.bytes_per_s, least)) if each.devices == 1 else each
+        msgspec.structs.replace(each, bytes_per_s=max(each.bytes_per_s, least))
+        if each.devices == 1
+        else each
         for each in costs
     ]
 
