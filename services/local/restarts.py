@@ -10,13 +10,17 @@ HEALTHY_S = 60.0
 
 @dataclass(slots=True)
 class Backoff:
-    """Waits of FIRST_S, doubled each time up to LONGEST_S. They begin anew after HEALTHY_S."""
+    """None after a process that was well; then waits of FIRST_S, doubled each time up to
+    LONGEST_S."""
 
     _next_s: float = FIRST_S
 
     def wait_s(self, lived_s: float) -> float:
         """How long to wait before the next start, if the process ended `lived_s` seconds after its
         own."""
-        wait_s = FIRST_S if lived_s >= HEALTHY_S else self._next_s
+        if lived_s >= HEALTHY_S:
+            self._next_s = FIRST_S
+            return 0.0
+        wait_s = self._next_s
         self._next_s = min(2 * wait_s, LONGEST_S)
         return wait_s

@@ -54,7 +54,8 @@ class Supervisor:
         """Starts a process again. Returns why it could not be started; empty if it was."""
         log = processes.log_of(self._cluster.spec.directory, name)
         self._cluster.note_end(name, why, wait_s)
-        self._say(f"{name} {why}; it is started again in {wait_s:.0f} s (log: {log})")
+        when = f"in {wait_s:.0f} s" if wait_s else "at once"
+        self._say(f"{name} {why}; it is started again {when} (log: {log})")
         await asyncio.sleep(wait_s)
         try:
             await self._cluster.start_again(name)

@@ -123,7 +123,7 @@ async def test_what_is_killed_is_started_again(directory: Path) -> None:
     assert await asyncio.wait_for(Streamed(url).text(), LIMIT_S) == expected
 
     log = (data / "logs" / "up.log").read_text()
-    assert "nats was killed by SIGKILL; it is started again in 1 s" in log
+    assert "nats was killed by SIGKILL; it is started again " in log
 
     # What starts the others again takes them along when it is killed itself.
     holder = processes.holder_of(data)
@@ -149,7 +149,7 @@ async def test_in_the_foreground_a_line_says_so(directory: Path) -> None:
         assert b"publish a model: lambdascale model add PATH" in said
         os.kill(record(directory / "lambdascale-data", "planner").pid, signal.SIGKILL)
         ended = await up.stderr.readline()
-        assert b"planner was killed by SIGKILL; it is started again in 1 s (log: " in ended
+        assert b"planner was killed by SIGKILL; it is started again " in ended
         assert await up.stderr.readline() == b"planner is started\n"
         up.send_signal(signal.SIGINT)
         await up.communicate()

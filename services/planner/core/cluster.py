@@ -6,6 +6,7 @@ changes, so that the cost of a question about one model does not grow with the o
 """
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
 from math import inf
 from statistics import median_low
 
@@ -203,7 +204,8 @@ class Cluster:
         self, said: Said, status: NodeStatus, now: float
     ) -> Mapping[ModelId, Blocks | None]:
         """Sorts what differs from what the node said before, and what has arrived since then.
-        Returns the models of which its device memory has something else now, with what it had."""
+        Returns the models of which its device memory has something else now, with what it had.
+        Memory that was set aside for a model, and is still empty, is nothing else."""
         said.status, said.at = status, now
         changed = set(said.arrived)
         new = by_model(status.holdings)
@@ -217,7 +219,12 @@ class Cluster:
         before = {model: said.on_device.get(model) for model in changed}
         for model in changed:
             self._sort_model(said, model, now)
-        return {m: had for m, had in before.items() if said.on_device.get(m) is not had}
+        found: dict[ModelId, Blocks | None] = {}
+        for model, had in before.items():
+            has = said.on_device.get(model)
+            if has is not had and (has or had is not None):
+                found[model] = had
+        return found
 
     def _sort_model(self, said: Said, model: ModelId, now: float) -> None:
         """Sorts anew what the node holds of a model: what it says, and what arrived a moment
@@ -429,12 +436,16 @@ class Cluster:
         lenders = (node for node in nodes if _memory(self._models(node).get(model, {}))[1])
         return max(map(self.out_bytes_per_s, lenders), default=None)
 
-    def in_arenas(self) -> Iterator[tuple[NodeId, Holding]]:
-        """All that lies in the arenas of live nodes, as they reported it."""
-        for node in self.nodes:
-            said = self._of_node(node)
-            for holdings in said.in_arena.values() if said is not None else ():
-                for holding in holdings:
+    def in_arenas(
+        self, beside: Mapping[ModelId, AbstractSet[NodeId]]
+    ) -> Iterator[tuple[NodeId, Holding]]:
+        """What lies in the arenas of live nodes, as they reported it. What each model has on the
+        nodes in `beside` is left out, which is nearly all."""
+        nobody = frozenset[NodeId]()
+        for model, nodes in self._in_memory.items():
+            for node in sorted(nodes - beside.get(model, nobody)):
+                said = self._of_node(node)
+                for holding in said.in_arena.get(model, ()) if said is not None else ():
                     yield node, holding
 
     def validate(self) -> None:

@@ -69,16 +69,14 @@ def late_transfers(
             sends = held.get(src)
             if sends is not None and block not in sends:
                 continue
-        due = max(
-            began,
-            arrived.get(src, _NOTHING).get(block, began),
-            out_free.get(src, began),
-            in_free.get(dst, began),
-        )
+        due, until = in_free.get(dst, began), now if over is None else over
+        if until - due > SLACK_S:  # nearly all are in time, whatever else they waited for
+            came = arrived.get(src, _NOTHING).get(block, began)
+            due = max(began, came, out_free.get(src, began), due)
         out_free[src] = in_free[dst] = inf if over is None else over
-        took = (now if over is None else over) - due
+        took = until - due
         if took <= SLACK_S:
-            continue  # nearly all are in time, whatever is expected
+            continue
         if over is None or block in vague.get(dst, ()):
             took -= untold_s
             if took <= SLACK_S:

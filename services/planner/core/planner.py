@@ -254,7 +254,8 @@ class Planner:
         if not self._pool.ready or self._cluster.loads.blind(self._desk.at):
             return
         strays: dict[tuple[NodeId, ModelId], frozenset[int]] = {}
-        for node, holding in self._cluster.in_arenas():
+        members = {id_: model.fleet.members.keys() for id_, model in self._machines.by_id.items()}
+        for node, holding in self._cluster.in_arenas(members):
             model, copy = self._machines.by_id.get(holding.model_id), (node, holding.model_id)
             if model is None or not model.owns(node, holding):
                 strays[copy] = strays.get(copy, frozenset()).union(holding.blocks)

@@ -9,11 +9,17 @@ def test_waits_double_up_to_half_a_minute() -> None:
     assert [backoff.wait_s(0.5) for _ in range(7)] == [1, 2, 4, 8, 16, 30, 30]
 
 
-def test_a_process_that_lived_a_minute_was_well() -> None:
+def test_a_process_that_lived_a_minute_was_well_and_is_started_again_at_once() -> None:
     backoff = Backoff()
     for _ in range(4):
         backoff.wait_s(59.9)
-    assert [backoff.wait_s(lived) for lived in (59.9, 60.0, 1.0, 3600.0)] == [16, 1, 2, 1]
+    assert [backoff.wait_s(lived) for lived in (59.9, 60.0, 1.0, 1.0, 3600.0)] == [
+        16,
+        0,
+        1,
+        2,
+        0,
+    ]
 
 
 def test_ends_in_words() -> None:

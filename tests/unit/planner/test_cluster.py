@@ -7,7 +7,7 @@ from shared.ids import Generation, InstanceId, ModelName, NodeId
 from shared.messages.pool import Duty, Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
-A = NodeId("a")
+A, B = NodeId("a"), NodeId("b")
 LLAMA = ModelName("llama")
 ON = InstanceId("replica-a")
 GPU = [Tier.GPU]
@@ -28,7 +28,8 @@ def test_blocks_by_model_and_tier() -> None:
     assert found.held(A, MODEL, [Tier.GPU, Tier.HOST]) == {0, 1, 2}
     assert found.holders(MODEL, GPU) == {A: {0, 1}}
     assert found.holders(MODEL, [Tier.DISK]) == {}
-    assert {h.model_id for _, h in found.in_arenas()} == {MODEL, OTHER}
+    assert {h.model_id for _, h in found.in_arenas({})} == {MODEL, OTHER}
+    assert {h.model_id for _, h in found.in_arenas({MODEL: {A}, OTHER: {B}})} == {OTHER}
 
 
 def test_memory_set_aside_counts_before_the_first_block() -> None:
@@ -36,6 +37,21 @@ def test_memory_set_aside_counts_before_the_first_block() -> None:
     assert found.hosts(A, MODEL)
     assert not found.hosts(A, OTHER)
     assert found.holders(MODEL, GPU) == {}
+
+
+def test_memory_set_aside_is_no_change_but_its_end_is() -> None:
+    found = cluster()
+    aside = status("a", holding(Tier.GPU), seq=2)
+    change = found.on_status(aside, 0.0)
+    assert change.models == {MODEL}
+    assert change.changed == set()
+    filled = msgspec.structs.replace(aside, seq=3, holdings=(holding(Tier.GPU, 0),))
+    assert found.on_status(filled, 0.0).gained == {MODEL: {0}}
+    emptied = msgspec.structs.replace(aside, seq=4)
+    assert found.on_status(emptied, 0.0).changed == {MODEL}
+    gone = msgspec.structs.replace(aside, seq=5, holdings=())
+    assert found.on_status(gone, 0.0).changed == {MODEL}
+    found.validate()
 
 
 def test_holders_follow_the_reports() -> None:
