@@ -183,6 +183,19 @@ def test_devices_together_read_no_faster_than_each_at_once(costs: tuple[StepCost
     assert [(c.degree, c.devices) for c in sound] == [(c.degree, c.devices) for c in costs]
 
 
+def test_of_many_machines_few_are_named() -> None:
+    costs = (StepCosts(1, 1e6, 0.0, 0.0), StepCosts(1, 2e6, 0.0, 0.0, 2))
+    blocks = (1000 * PAGE,) * 4
+    devices = [
+        Device(Room(NodeId(f"n{i}"), f"m{i // 2}", 2 * 1001 * PAGE), costs) for i in range(40)
+    ]
+    shape = DecodeShape(layers=2, heads=2, itemsize=4, looked_up=0)
+    found = choose(Decoded(blocks, shape), devices)
+    assert found is not None
+    assert found.way.together
+    assert found.why.count(" ms by ") == 2
+
+
 def test_weights_of_8_bits_are_read_as_such() -> None:
     model = Decoded((1000, 1000), DecodeShape(layers=3, heads=2, itemsize=2, looked_up=400))
     parts = (Part(0, 1), Part(1, 2))

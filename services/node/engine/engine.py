@@ -13,7 +13,6 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.degrees import Choice, choose
 from services.node.core.kv import PAGE, Need, Restoration, movable
 from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
@@ -22,6 +21,7 @@ from services.node.engine.base import Context, MakeAdapter, SequenceKey, Weights
 from services.node.engine.budget import KvBudget
 from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.devices import own_stream, torch_device
+from services.node.engine.division import Division
 from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
@@ -31,7 +31,7 @@ from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.ops import TorchOps
 from services.node.engine.processors import Processor, Processors
 from services.node.engine.ranks import Lead, LeadDecoder, Ranks
-from services.node.engine.share import WHOLE, check_divides, shape_of
+from services.node.engine.share import WHOLE
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
 from services.node.engine.team import CloseModel, DropAdapter, use_threads
@@ -50,7 +50,7 @@ from shared.errors import (
 )
 from shared.ids import NO_ADAPTER, ModelId
 from shared.layout import Manifest
-from shared.parts import Part, whole
+from shared.parts import Part
 from shared.step_costs import StepCosts
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class TorchEngine:
         self._adapters: dict[ModelId, Adapter] = {}
         self._adapter_memory = Recycled()
         self._threads = threads or torch.get_num_threads()
-        self._costs: tuple[StepCosts, ...] = ()
+        measured: tuple[StepCosts, ...] = ()
         self._given: dict[ModelId, dict[int, Weights]] = {}
         """The blocks of models that a team runs, in case that it is lost."""
         if ranks is not None:
@@ -130,8 +130,9 @@ class TorchEngine:
             )
             if measure is not None:
                 assert compiled is not None
-                self._costs = measure(ranks, self._threads, self._form, compiled)
+                measured = measure(ranks, self._threads, self._form, compiled)
                 self._say_what_is_left(ranks)
+        self._division = Division(ranks, measured, self._form, self._threads)
         for costs in self.costs:
             telemetry.logger("engine").info("what decode steps cost", **asdict(costs))
         use_threads(self._threads)
@@ -145,7 +146,7 @@ class TorchEngine:
     ) -> None:
         if model_id in self._models:
             raise Conflict(f"model {model_id} is open already")
-        devices = min(devices, max((costs.devices for costs in self._costs), default=1))
+        devices = min(devices, self._division.devices)
         config = read_config(manifest.config)
         dtype = check_manifest(manifest, config)
         network: Network
@@ -158,7 +159,7 @@ class TorchEngine:
             self._kv.open_model(model_id, range(config.n_layers), 0, 0, dtype)
         else:
             compiled, fused = self._kernels(dtype), self._capture is not None
-            lead = self._lead(manifest, config, dtype, part, devices)
+            lead = self._division.lead(manifest, config, dtype, part, devices)
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
@@ -170,7 +171,7 @@ class TorchEngine:
                 transposed=compiled is not None,
             )
             network = self._decoder(model_id, manifest, config, dtype, lead, devices)
-            threads = self._threads_of(lead, devices)
+            threads = self._division.threads(lead, devices)
             if self._capture is not None:
                 from services.node.engine.graphs import DecodeGraphs
 
@@ -190,7 +191,7 @@ class TorchEngine:
         lead: Lead | None,
         devices: int,
     ) -> Decoder:
-        """The model has its KV. `lead`: see `_lead`."""
+        """The model has its KV. `lead`: see `Division.lead`."""
         made: Callable[..., Decoder] = Decoder
         if lead is not None:
             made = partial(LeadDecoder, model_id, manifest, lead, devices=devices)
@@ -204,60 +205,18 @@ class TorchEngine:
             adapters=self._adapters,
         )
 
-    def _threads_of(self, lead: Lead | None, devices: int) -> int:
-        """The threads of this process that run a model."""
-        return lead.threads(devices) if lead else self._threads * devices
-
-    def _lead(
-        self,
-        manifest: Manifest,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        part: Part | None = None,
-        devices: int = 1,
-    ) -> Lead | None:
-        """The team that runs the model; None: this process does."""
-        if self._ranks is None:
-            return None
-        if self._costs:
-            degree = self._choice(manifest, config, dtype, part, devices).degree
-        else:
-            (degree,) = self._ranks.degrees
-            check_divides(degree, config, dtype)
-        return self._ranks.teams.get(degree)
-
-    def _choice(
-        self,
-        manifest: Manifest,
-        config: ModelConfig,
-        dtype: torch.dtype,
-        part: Part | None,
-        devices: int,
-    ) -> Choice:
-        assert self._ranks is not None
-        part = part or whole(manifest.n_blocks)
-        layers = len(layers_of(manifest, config, part))
-        shape = shape_of(manifest, config, dtype, part, layers, int8=self._form == "int8")
-        return choose(shape, self._able, self._ranks.loss, devices=devices)
-
     @property
     def costs(self) -> tuple[StepCosts, ...]:
-        return self._able if any(costs.devices > 1 for costs in self._costs) else ()
-
-    @property
-    def _able(self) -> tuple[StepCosts, ...]:
-        """The costs of what can be run now."""
-        degrees = self._ranks.degrees if self._ranks else ()
-        return tuple(costs for costs in self._costs if costs.degree in (1, *degrees))
+        return self._division.able if self._division.devices > 1 else ()
 
     def division(self, model_id: ModelId) -> str:
         model = self._model(model_id)
         manifest = model.manifest
         config = read_config(manifest.config)
-        if not self._costs or not isinstance(config, ModelConfig):
+        if not self._division.chooses or not isinstance(config, ModelConfig):
             return ""
         dtype = check_manifest(manifest, config)
-        choice = self._choice(manifest, config, dtype, model.part, model.devices)
+        choice = self._division.choice(manifest, config, dtype, model.part, model.devices)
         whose = "1 process runs" if choice.degree == 1 else f"{choice.degree} processes run"
         return f"{whose} it: {choice.why}"
 
@@ -348,9 +307,9 @@ class TorchEngine:
         self._ranks.settle()
         self._ranks.tell(CloseModel(model_id, asleep=False))
         config, dtype, devices = before.config, before.dtype, model.devices
-        lead = self._lead(manifest, config, dtype, model.part, devices)
+        lead = self._division.lead(manifest, config, dtype, model.part, devices)
         network = self._decoder(model_id, manifest, config, dtype, lead, devices)
-        threads = self._threads_of(lead, devices)
+        threads = self._division.threads(lead, devices)
         self._models[model_id] = replace(model, network=network, threads=threads, blocks={})
         self._refit_adapters(model_id)
         return True
@@ -362,7 +321,9 @@ class TorchEngine:
         dtype = check_manifest(manifest, config)
         if not isinstance(config, ModelConfig) or self._kernels(dtype) is None:
             return False
-        if self._ranks is not None and (not self._costs or self._lead(manifest, config, dtype)):
+        if self._ranks is not None and (
+            not self._division.chooses or self._division.lead(manifest, config, dtype)
+        ):
             return False
         if not self._packed.has_room(model_id, block, spec.nbytes):
             return False

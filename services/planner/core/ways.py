@@ -128,7 +128,12 @@ def _chosen(model: Decoded, devices: Sequence[Device], found: Sequence[Cut]) -> 
     fastest_s, way = min(priced, key=lambda each: each[0])
     if fastest_s * GAIN < plain.token_s:
         best = way
-    said = "; ".join(f"{1e3 * seconds:.3g} ms by {way.name}" for seconds, way in priced)
+    kinds: dict[tuple[bool, bool], tuple[float, Way]] = {}
+    """The fastest of each kind: all machines would be too many to name."""
+    for each in sorted(priced, key=lambda each: each[0]):
+        kinds.setdefault((each[1].together, bool(each[1].machine)), each)
+    shown = dict.fromkeys(((plain.token_s, plain), *kinds.values()))
+    said = "; ".join(f"{1e3 * seconds:.3g} ms by {way.name}" for seconds, way in shown)
     return Chosen(best, f"{best.name}: a token is expected to take {said}")
 
 
@@ -167,7 +172,8 @@ def _token_s(model: Decoded, parts: Sequence[Part], device: Device, count: int) 
 def _sound(costs: Sequence[StepCosts]) -> list[StepCosts]:
     """The costs, as far as they make sense together: g devices do not read more than g times as
     fast as one. Where it seems so, something else disturbed the measurement of the one."""
-    least = max((each.bytes_per_s / each.devices for each in costs), default=0.0)
+    rates = (each.bytes_per_s / each.devices for each in costs if each.devices > 0)
+    least = max(rates, default=0.0)
     return [
         msgspec.structs.replace(each, bytes_per_s=max(each.bytes_per_s, least))
         if each.devices == 1
