@@ -144,7 +144,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     """Weights in memory that nothing uses (such as a part of a model from an event that was cut
     off) are freed after this long."""
     max_stages: Count = 4
-    """The most stages that a path may have."""
+    """The most stages that a path may have. More than 7 are never worth their price, except for
+    models that fit no device."""
     link_bytes_per_s: Size = 0
     """The rate of a node's link if the node does not say. 0: not known, so there are no
     predictions."""

@@ -16,7 +16,7 @@ from services.planner.core import instances
 from services.planner.core.commands import PlanPaths
 from services.planner.core.desk import Desk
 from services.planner.core.forecast import Expected
-from services.planner.core.instances import Member, Rules, Stages
+from services.planner.core.instances import Member, Rules, Stages, rules
 from services.planner.core.roles import assign_roles
 from services.planner.core.stimuli import PathsPlanned
 from shared.ids import EventId, InstanceId, NodeId
@@ -39,8 +39,6 @@ SETTLE_S = 0.25
 OPENING_S = 0.5
 """A replica opens so many seconds before its last block is expected. Its requests could run nowhere
 else before that, and run as far as its blocks go."""
-HOP_COST = 0.02
-"""The cost of one more stage of a path, as a share of a pass through the model."""
 PLAN_TIMEOUT_S = 120.0
 NEVER = float("inf")
 
@@ -225,10 +223,8 @@ class Fleet:
             self._changed()
 
     def _rules(self) -> Rules:
-        """A path over old and new groups may change from one to the other and back."""
         settings = self._desk.settings
-        stages = settings.max_stages if len(self.cut) == 1 else len(self.cut) + settings.max_stages
-        return Rules(self._record.n_blocks, stages, HOP_COST, settings.serving)
+        return rules(self._record.n_blocks, len(self.cut), settings.max_stages, settings.serving)
 
     def _held(self, node: NodeId) -> frozenset[int]:
         return self._desk.cluster.executable(node, self._record.model_id) & self.every

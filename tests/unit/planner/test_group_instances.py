@@ -2,13 +2,14 @@
 
 import itertools
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from services.planner.core.events import begin
 from services.planner.core.forecast import expected_of
-from services.planner.core.instances import Member, Rules, groups, is_group, plan, revise
+from services.planner.core.instances import Member, groups, is_group, plan, revise, rules
 from services.planner.core.serving.strategies import SERVING
 from shared.ids import EventId, NodeId
 from shared.messages.instances import Instance, InstanceState
@@ -17,7 +18,7 @@ from tests.unit.planner.scripted import record as model_record
 
 BLOCKS, SLOTS = 6, 8
 A, B = CUT = Part(0, 3), Part(3, 6)
-RULES = Rules(BLOCKS, max_stages=4, hop_cost=0.02, strategy=SERVING["pools"])
+RULES = rules(BLOCKS, len(CUT), 4, SERVING["pools"])
 
 
 def device(
@@ -53,6 +54,18 @@ def test_a_group_has_the_capacity_and_the_slots_of_all_its_devices() -> None:
     assert (group.group, group.lasts, group.is_replica) == (True, True, False)
     assert (group.capacity, group.slots) == (2.0, 2 * SLOTS)
     assert [(s.start, s.stop) for s in group.stages] == [(0, 3), (3, 6)]
+
+
+def test_a_group_of_many_devices_serves_on_while_others_load() -> None:
+    """However many stages it has: a token takes the time of one pass in all."""
+    parts = [Part(n, n + 1) for n in range(8)]
+    there = [device(f"a{n}", part) for n, part in enumerate(parts)]
+    loads = [device(f"b{n}", part, held=0) for n, part in enumerate(parts)]
+    members = {m.node: m for m in (*there, *loads)}
+    planned = plan((), members, rules(8, len(parts), 4, SERVING["pools"]))
+    assert {tuple(s.node for s in stages): capacity for stages, capacity in planned.items()} == {
+        tuple(m.node for m in there): pytest.approx(8.0, rel=0.01)
+    }
 
 
 def test_devices_of_one_machine_go_together() -> None:

@@ -16,7 +16,9 @@ from services.planner.core.instances import (
     node_slots,
     plan,
     revise,
+    rules,
 )
+from services.planner.core.multicast.groups import binomial
 from services.planner.core.paths import WeightedPath
 from services.planner.core.serving.loading import Loading
 from services.planner.core.serving.strategies import SERVING
@@ -101,6 +103,15 @@ def test_a_member_that_holds_a_part_serves_with_a_complete_one() -> None:
     assert replica.capacity > 0
     assert replica.slots + path.slots / 4 <= SLOTS + 1
     assert path.slots > SLOTS, "half a slot on each node, in every second pass"
+
+
+def test_a_path_has_no_further_stages_for_a_little_more_capacity() -> None:
+    """After 8 steps to 11 nodes, paths of four stages would have a quarter more than pairs."""
+    held = binomial(12, 16, [0]).held(8)
+    members = {NodeId(f"n{n}"): member(f"n{n}", *have) for n, have in enumerate(held)}
+    planned = plan((), members, rules(16, 1, 4, SERVING["pools"]))
+    assert max(map(len, planned)) == 2
+    assert sum(planned.values()) > 1.5
 
 
 def test_nothing_serves_until_all_blocks_are_held() -> None:
