@@ -20,8 +20,8 @@ ON_TARGETS = replace(SPEC.system, serving="pools-only-targets")
 """Leaders of paths lack blocks until all is there. One that does not goes on alone, with its KV."""
 MOVES = replace(SPEC, kv_moves="always", system=ON_TARGETS)
 REQUESTS = tuple(Arrival(1 + 0.02 * number, "model", 30, 200) for number in range(24))
-SWITCH_S = 7.477
-"""When the paths end, and nothing has been read yet."""
+SWITCH_S, AMID_S = 7.477, 7.62
+"""When the paths end, and nothing has been read yet; and when some of the requests have moved."""
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_requests_move_with_their_kv_when_their_path_ends(
 
 @pytest.mark.parametrize("node", cases(["node-0", "node-1"], thorough=["node-2"]))
 def test_nodes_die_while_kv_moves(ends: Counter[bool], node: str) -> None:
-    right(Crash(at=SWITCH_S, lasts=6, whom=Whom(None, node)))
+    right(Crash(at=AMID_S, lasts=6, whom=Whom(None, node)))
     assert ends[True]
 
 
