@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import msgspec
 
 GAIN = 1.1
-"""What is more than another choice (more processes, more devices at a time) has to be faster by
-this factor. Measurements are not exact, and each further process makes it a little more likely that
-one of them ends."""
+"""A choice with more processes, or more devices at a time, has to be faster by this factor.
+Measurements are not exact, and each further process makes it a little more likely that one ends."""
 
 
 class StepCosts(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -52,7 +51,8 @@ def decode_s(shape: Shape, costs: StepCosts) -> float:
 
 
 def able(shape: Shape, measured: Iterable[StepCosts], devices: int) -> list[StepCosts]:
-    """Those of the costs with which so many devices can run it, by degree, in ascending order."""
+    """The measured costs of all degrees in which `devices` devices can run the model, in ascending
+    order of degree."""
     most = 1 if shape.alone else shape.heads
     found = (
         c for c in measured if c.devices == devices and 1 <= c.degree <= most and c.bytes_per_s > 0
@@ -61,7 +61,7 @@ def able(shape: Shape, measured: Iterable[StepCosts], devices: int) -> list[Step
 
 
 def fastest(shape: Shape, measured: Iterable[StepCosts], devices: int) -> StepCosts | None:
-    """The costs of the degree that should run it on so many devices; None: they were not
+    """The costs of the degree in which `devices` devices should run the model. None: no degree was
     measured."""
     best: StepCosts | None = None
     for costs in able(shape, measured, devices):

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from services.planner.core.choose import Choice
 from services.planner.core.costs import is_uniform, physical_limit
-from services.planner.core.instances import HOP_COST
 from services.planner.core.multicast.fabric import Task
 from services.planner.core.multicast.groups import fixed_pipelines
 from services.planner.core.multicast.schedule import Schedule
@@ -168,7 +167,6 @@ def _paths_by_step(schedule: Schedule) -> Iterator[str]:
             schedule.held(step),
             schedule.blocks,
             max_stages=PlannerConfig().max_stages,
-            hop_cost=HOP_COST,
             previous=previous,
         )
         new = [path for path in paths if path.stages not in {old.stages for old in previous}]

@@ -399,6 +399,6 @@ class GatewayService(Service):
         return ONSET_S
 
     async def _busy(self, within_s: float) -> None:
-        """Returns when there are requests, and in any case after so many seconds."""
+        """Waits until there are requests, for `within_s` seconds at most."""
         with suppress(TimeoutError):
             await asyncio.wait_for(self.frontend.busy.wait(), within_s)

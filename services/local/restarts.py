@@ -10,8 +10,8 @@ HEALTHY_S = 60.0
 
 @dataclass(slots=True)
 class Backoff:
-    """None after a process that was well; then waits of FIRST_S, doubled each time up to
-    LONGEST_S."""
+    """How long to wait before a process is started again: not at all if it ran for HEALTHY_S;
+    otherwise FIRST_S, doubled each time up to LONGEST_S."""
 
     _next_s: float = FIRST_S
 

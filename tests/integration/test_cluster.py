@@ -13,9 +13,9 @@ from shared import subjects
 from shared.bus.base import On
 from shared.ids import GatewayId, NodeId
 from shared.messages.load import GatewayLoad
-from shared.messages.scaling import BlockArrived, EventState, ScaleAccepted, SetInstances
+from shared.messages.scaling import BlockArrived, EventState
 from shared.messages.story import StoryQuery, Told
-from tests.support.cluster import LIMIT_S, MODEL, Answer, Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, Answer, Oracle, Running, prompts, running
 from tests.support.commands import run
 from tests.support.models import TINY
 from tests.support.modes import a_request_in_every_mode
@@ -39,12 +39,7 @@ def check(
 
 
 async def scale(up: Running, count: int) -> None:
-    await up.bus.request(
-        subjects.PLANNER_SCALE,
-        SetInstances(name=MODEL, instances=count),
-        ScaleAccepted,
-        timeout=60.0,
-    )
+    await up.scale(count)
     await up.replicas(count)
 
 

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from services.local.demo_model import make_checkpoint
-from shared import subjects
 from shared.messages.instances import Instance, Stage
-from shared.messages.scaling import EventState, ScaleAccepted, SetInstances
-from tests.support.cluster import MODEL, Answer, Oracle, Running, prompts, running
+from shared.messages.scaling import EventState
+from tests.support.cluster import Answer, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 LAYERS, BLOCKS, SHORT, LONG = 14, 16, 8, 60
@@ -54,11 +53,7 @@ async def test_one_group_becomes_two_and_outlives_its_nodes(tmp_path: Path, larg
         assert parts(first) == [(0, 8), (8, 16)]
 
         answers = asyncio.create_task(up.ask_all(asked, LONG))
-        message = SetInstances(name=MODEL, instances=2)
-        accepted = await up.bus.request(
-            subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=60.0
-        )
-        event = accepted.event
+        event = (await up.scale(2)).event
         assert event is not None
         check(await answers, expected)
         await up.replicas(2)

@@ -7,8 +7,8 @@ from shared import subjects
 from shared.bus.base import On
 from shared.messages.ledger import Phase
 from shared.messages.load import GatewayLoad
-from shared.messages.scaling import EventRecord, EventState, ScaleAccepted, SetInstances
-from tests.support.cluster import MODEL, Oracle, Running, prompts, running
+from shared.messages.scaling import EventRecord, EventState
+from tests.support.cluster import Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 TOKENS = 60
@@ -20,11 +20,6 @@ SETTINGS = {
     "LAMBDASCALE_NODE_SPECULATION": "0",  # or answers of random weights end before the blocks come
 }
 SHARE = 0.999
-
-
-async def scale(up: Running, count: int) -> ScaleAccepted:
-    message = SetInstances(name=MODEL, instances=count)
-    return await up.bus.request(subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=60.0)
 
 
 async def test_one_replica_becomes_two_and_then_four_in_one_event(
@@ -39,16 +34,16 @@ async def test_one_replica_becomes_two_and_then_four_in_one_event(
                 waiting_since.set_result(of_model.waiting_since_ns)
 
         await up.bus.subscribe(subjects.LOAD_GATEWAY, On(GatewayLoad, hear))
-        await scale(up, 1)  # only the operator scales
+        await up.scale(1)  # only the operator scales
         asked = prompts(SLOTS + 2, TINY.vocab_size)
         answers = asyncio.create_task(up.ask_all(asked, TOKENS))
         await waiting_since
 
-        event = (await scale(up, 2)).event
+        event = (await up.scale(2)).event
         assert event is not None
         await up.until(lambda: _state(up, event) is EventState.TRANSFERRING, "the transfers")
         begun = up.watch.records[event]
-        assert (await scale(up, 4)).event == event
+        assert (await up.scale(4)).event == event
         await up.until(lambda: _state(up, event) is EventState.COMPLETE, "the end")
         got = await answers
         assert {answer.error for answer in got} == {""}

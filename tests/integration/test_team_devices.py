@@ -14,7 +14,7 @@ from services.local.demo_model import make_checkpoint
 from shared import subjects
 from shared.ids import NodeId
 from shared.messages.decisions import Decisions, DecisionsQuery
-from shared.messages.scaling import EventState, ScaleAccepted, SetInstances
+from shared.messages.scaling import EventState
 from shared.messages.story import StoryQuery, Told
 from tests.integration.test_groups import ask_into, check, parts, stages
 from tests.integration.test_tensor_parallel import ranks_of
@@ -61,11 +61,7 @@ async def test_devices_that_may_run_together(tmp_path: Path) -> None:
 
         # Another group loads beside the first.
         answers = asyncio.create_task(up.ask_all(asked, LONG))
-        message = SetInstances(name=MODEL, instances=2)
-        accepted = await up.bus.request(
-            subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=60.0
-        )
-        event = accepted.event
+        event = (await up.scale(2)).event
         assert event is not None
         check(await answers, expected)
         await up.replicas(2)

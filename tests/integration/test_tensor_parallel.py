@@ -14,9 +14,9 @@ from services.local.demo_model import make_checkpoint
 from services.local.publishing import import_model
 from shared import subjects
 from shared.ids import ModelId, ModelName, NodeId
-from shared.messages.scaling import ImportModel, ScaleAccepted, SetInstances
+from shared.messages.scaling import ImportModel
 from shared.messages.story import StoryQuery, Told
-from tests.support.cluster import LIMIT_S, MODEL, Answer, Oracle, Running, prompts, running
+from tests.support.cluster import LIMIT_S, Answer, Oracle, Running, prompts, running
 from tests.support.models import TINY
 
 TOKENS = 100
@@ -118,8 +118,7 @@ async def test_every_token_is_exact(tmp_path: Path, checkpoint: Path, oracle: Or
 
         # A second replica loads meanwhile: paths, and requests that move.
         streams = asyncio.create_task(up.ask_all(asked, TOKENS))
-        message = SetInstances(name=MODEL, instances=2)
-        await up.bus.request(subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=60.0)
+        await up.scale(2)
         await up.replicas(2)
         check(oracle, asked, await streams)
         assert up.watch.partial_tokens

@@ -1,4 +1,4 @@
-"""What paths cost: at any price of a stage, the plan is the one that is worth the most at it."""
+"""The price of a stage: whatever it is, no other plan of paths is worth more at this price."""
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet

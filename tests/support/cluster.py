@@ -30,7 +30,13 @@ from shared.messages.changes import whole_status
 from shared.messages.decisions import Decisions, DecisionsQuery
 from shared.messages.instances import Stage
 from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus
-from shared.messages.scaling import ImportModel, PlannerQuery, PlannerState
+from shared.messages.scaling import (
+    ImportModel,
+    PlannerQuery,
+    PlannerState,
+    ScaleAccepted,
+    SetInstances,
+)
 from shared.messages.serving import Sampling, Submit, Tokens
 from shared.permissions import Role
 from shared.pool_pages import read_pool
@@ -97,6 +103,13 @@ class Running:
         await self.until(
             lambda: len(self.watch.replicas) == len(self.watch.instances) == count,
             f"{count} replicas",
+        )
+
+    async def scale(self, count: int) -> ScaleAccepted:
+        """Asks the planner for so many instances, as an operator does."""
+        message = SetInstances(name=MODEL, instances=count)
+        return await self.bus.request(
+            subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=LIMIT_S
         )
 
     def pid(self, name: str) -> int:

@@ -7,7 +7,7 @@ from shared.layout import Manifest
 from shared.messages.pool import DecodeShape
 
 DIVIDED = {"float32": 4, "bfloat16": 2}
-"""Ranks divide models in these, whose weights have so many bytes."""
+"""The types of weights that ranks divide, and the bytes of one weight."""
 
 
 def decode_shape(manifest: Manifest) -> DecodeShape | None:

@@ -37,7 +37,7 @@ def choose(
 ) -> Choice:
     """`measured`: for each degree that the node can run, among them 1. `loss`: why it can run no
     larger ones any more; empty: it can run as many as ever. `devices`: how many devices of the
-    machine run it together; costs were measured for so many."""
+    machine run the model together. `measured` has costs for this number of devices."""
     choice = _choose(shape, [c for c in measured if c.devices == devices], loss, devices)
     if devices == 1:
         return choice

@@ -323,8 +323,8 @@ class LeadDecoder(Decoder):
         adapters: Mapping[ModelId, Adapter],
         devices: int,
     ) -> None:
-        """`check_divides` has seen the model. `devices`: with the threads of how many it is
-        run."""
+        """`check_divides` has seen the model. `devices`: how many devices give their threads to
+        it."""
         super().__init__(
             config,
             dtype,

@@ -87,8 +87,8 @@ def shape_of(
     *,
     int8: bool,
 ) -> Shape:
-    """What a decode step of a part of the model, with so many layers, has to do. `int8`: with
-    weights of 8 bits."""
+    """What a decode step has to do in a part of the model. `layers`: how many layers the part has.
+    `int8`: weights have 8 bits."""
     alone = ""
     if dtype not in kernels.DTYPES:
         alone = f"models in {dtype} are not divided"

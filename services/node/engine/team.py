@@ -72,7 +72,7 @@ class Team:
         return self._place.bytes.data_ptr() + self.share.of * ctypes.sizeof(kernels.Team)
 
     def threads(self, devices: int = 1) -> int:
-        """Of each rank, where they run a model together with the threads of so many devices."""
+        """How many threads each rank has for a model that the threads of `devices` devices run."""
         return max(1, self._threads * devices // self.share.of)
 
     def meet(self) -> None:
@@ -139,7 +139,7 @@ class OpenModel(_Order, frozen=True):
     longest: int
     """See Decoder."""
     devices: int
-    """With the threads of how many devices it is run."""
+    """How many devices give their threads to the model."""
 
 
 class AttachBlock(_Order, frozen=True):

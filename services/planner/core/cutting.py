@@ -21,7 +21,7 @@ class Cutting:
         self._fleet = fleet
         self._standing = standing
         self._way: ways.Chosen | None = None
-        """Of a model that fits no device; None: this one fits, or there is no room for it."""
+        """Who runs the model. None: it fits on one device, or there is no room for it."""
 
     @property
     def together(self) -> bool:

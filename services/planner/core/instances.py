@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from services.planner.core.paths import WeightedPath
+from services.planner.core.paths import HOP_COST, WeightedPath
 from services.planner.core.serving.loading import Loading, ServingStrategy
 from shared.ids import EventId, InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceState, Stage
@@ -23,12 +23,8 @@ from shared.parts import Part
 from shared.slots import granted
 
 Stages = tuple[Stage, ...]
-HOP_COST = 0.15
-"""The price of one more stage of a path, as a share of the path's throughput. A token takes about a
-pass on each node of the path. So requests there have fewer tokens when loading ends, where most of
-them are run anew, and the nodes' passes carry fewer rows (docs/planning.md)."""
 GROUP_HOP_COST = 0.02
-"""The same where nodes hold only the parts of a group: a token takes the time of one pass in all,
+"""`HOP_COST` where nodes hold only the parts of a group: a token takes the time of one pass in all,
 and a little for each hop."""
 
 
@@ -73,8 +69,8 @@ class Rules:
 
 
 def rules(blocks: int, parts: int, max_stages: int, strategy: ServingStrategy) -> Rules:
-    """The rules for a model that is cut into so many parts; 1: a node holds all of it. A path over
-    old and new groups may change from one to the other and back."""
+    """The rules for a model of `blocks` blocks. `parts`: how many parts it is cut into; 1: a node
+    holds all of it. A path over old and new groups may change from one to the other and back."""
     if parts == 1:
         return Rules(blocks, max_stages, HOP_COST, strategy)
     return Rules(blocks, parts + max_stages, GROUP_HOP_COST, strategy)

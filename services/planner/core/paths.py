@@ -24,6 +24,10 @@ _TOLERANCE = 0.01
 _EFFORT = 5_000_000
 """The most numbers that packing changes, which takes about half a second. The solution is then
 close to the best."""
+HOP_COST = 0.15
+"""The price of one more stage of a path, as a share of the path's throughput. A token takes about a
+pass on each node of the path. So requests there have fewer tokens when loading ends, where most of
+them are run anew, and the nodes' passes carry fewer rows (docs/planning.md)."""
 REPLICA_FLOOR = 0.05
 """The share of itself that a complete node keeps for requests that it serves alone, so that its
 running requests are not cut off."""
@@ -43,7 +47,7 @@ def plan_paths(
     *,
     max_stages: int,
     speeds: Sequence[float] | None = None,
-    hop_cost: float = 0.03,
+    hop_cost: float = HOP_COST,
     previous: Iterable[WeightedPath] = (),
     keep_gain: float = 0.05,
     replica_floor: float = REPLICA_FLOOR,

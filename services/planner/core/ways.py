@@ -106,8 +106,8 @@ def choose(model: Decoded, devices: Iterable[Device]) -> Chosen | None:
 
 
 def choose_for(model: Decoded, devices: Iterable[Device], parts: tuple[Part, ...]) -> Chosen:
-    """The way for a model whose cut is known already. Its devices are on any machine that has as
-    many."""
+    """The way for a model whose cut is known already. Its parts may lie on any machine that has
+    enough devices."""
     devices = tuple(devices)
     hosts = dict.fromkeys(_host(device) for device in devices)
     found = [
@@ -119,7 +119,7 @@ def choose_for(model: Decoded, devices: Iterable[Device], parts: tuple[Part, ...
 
 
 def _chosen(model: Decoded, devices: Sequence[Device], found: Sequence[Cut]) -> Chosen:
-    """`found`: the one that is taken if nothing is known comes first."""
+    """`found`: the possible cuts. The first is taken if no costs are known."""
     ways = [way for made in found for way in _ways(model, devices, made)]
     best = plain = ways[0]
     if plain.token_s is None or len(ways) == 1:
@@ -143,7 +143,8 @@ def _ways(model: Decoded, devices: Sequence[Device], made: Cut) -> list[Way]:
     hops_s = hop_s * (len(made.parts) - 1)
 
     def token_s(count: int) -> float | None:
-        """Where so many devices run each part: as the slowest would lead it."""
+        """Seconds of a token if `count` devices run each part. The slowest device decides, since it
+        may lead them."""
         seconds = [_token_s(model, made.parts, device, count) for device in there]
         known = [each for each in seconds if each is not None]
         return max(known) + hops_s if len(known) == len(there) else None
