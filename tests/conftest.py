@@ -4,11 +4,11 @@ Nothing here imports torch: the tests of the pure cores do not need it, and it t
 """
 
 import asyncio
-import contextlib
-import ctypes
 import gc
 import importlib.util
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Generator, Iterator, Mapping
 from pathlib import Path
@@ -24,7 +24,7 @@ from shared.bus.memory import MemoryBroker, MemoryBus
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
 from simulation.loop import VirtualLoop, reproducible
-from tests.support import amounts, collecting, dealing, forks, tracebacks
+from tests.support import amounts, dealing, forks, tracebacks
 from tests.support.leftovers import Leftovers
 
 VIRTUAL_LIMIT_S = 86_400.0
@@ -38,16 +38,19 @@ def _torch_has_a_gpu() -> bool:
     assert torch.origin is not None
     if not Path(torch.origin).with_name("lib").joinpath("libtorch_cuda.so").exists():
         return False
-    try:
-        return int(ctypes.CDLL("libcuda.so.1").cuInit(0)) == 0
-    except OSError:
-        return False
+    # Asked in another process: one that has initialized CUDA must not fork.
+    asks = "import ctypes, sys; sys.exit(ctypes.CDLL('libcuda.so.1').cuInit(0))"
+    asked = subprocess.run([sys.executable, "-c", asks], stderr=subprocess.DEVNULL, check=False)
+    return asked.returncode == 0
 
 
 # Threads that wait for each other must not spin where other tests want the processors; and they
 # are equally many on every machine, in the processes that tests start too.
 os.environ["GOMP_SPINCOUNT"] = "0"
 os.environ.setdefault("OMP_NUM_THREADS", "2")
+# torch.cuda.is_available() asks the driver's library for monitoring, and does not initialize CUDA:
+# the processes that run the tests are forks of the one that imports them.
+os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 
 if not _torch_has_a_gpu():  # Triton's interpreter, chosen before anything imports Triton
     os.environ["TRITON_INTERPRET"] = "1"
@@ -76,23 +79,11 @@ settings.load_profile("usual")
 
 def pytest_configure(config: pytest.Config) -> None:
     gc.disable()  # Collecting tests makes modules, which stay: no need to look through them.
-    if hasattr(config, "workerinput"):
-        dealing.stand_back(config.workerinput["workerid"])
-    else:  # workers are among what may be left
-        config.pluginmanager.register(Leftovers())
+    config.pluginmanager.register(Leftovers())
 
 
-@pytest.hookimpl(wrapper=True)
-def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
-    given = getattr(session.config, "workerinput", None)
-    with collecting.in_turn(given["testrunuid"]) if given else contextlib.nullcontext():
-        return (yield)
-
-
-def pytest_sessionfinish(session: pytest.Session) -> None:
+def pytest_sessionfinish() -> None:
     forks.stop()
-    if given := getattr(session.config, "workerinput", None):
-        collecting.forget(given["testrunuid"])
 
 
 def pytest_collection_finish() -> None:
@@ -102,11 +93,6 @@ def pytest_collection_finish() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     dealing.in_order(items)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
-    return dealing.Dealing(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 @pytest.hookimpl(wrapper=True)

@@ -165,12 +165,11 @@ def workers(cores: int, *, fast: bool) -> int:
 
 
 def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool) -> list[str]:
-    """The arguments of pytest. The tests of a file stay in one process, so that they share its
-    fixtures."""
+    """The arguments of pytest."""
     if paths:
         return list(rest)
     count = workers(os.cpu_count() or 1, fast=fast)
-    side_by_side = ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder", *rest]
+    side_by_side = ["-p", "tests.support.side_by_side", "--processes", str(count), *rest]
     less = ["--hypothesis-profile=fast", f"--ignore-glob=*/{SLOW}"]  # tests/conftest.py
     return [*side_by_side, *less, *FAST] if fast else side_by_side
 

@@ -1,4 +1,4 @@
-"""How the tests are dealt to the processes that run them side by side (`./lambdascale test`).
+"""How the files of tests are dealt to the processes that run them (`./lambdascale test`).
 
 Some tests wait most of the time, for processes that they have started; the others compute. If all
 processes did first this and then that, processors would be idle first and then wanted by all. So
@@ -8,10 +8,9 @@ stand back (`nice`): what others wait for gets the processors as if nothing else
 """
 
 import os
+from collections.abc import Iterable
 
 import pytest
-from xdist.scheduler.loadfile import LoadFileScheduling
-from xdist.workermanage import WorkerController
 
 WAITERS = 3
 """Each of them keeps a processor busy for about a third of the time."""
@@ -37,19 +36,26 @@ def waits(test: str) -> bool:
     return test.startswith(WAIT)
 
 
-def is_waiter(worker: str) -> bool:
-    """`worker`: its name, such as gw0. One that takes the place of one that crashed is none."""
-    return int(worker.removeprefix("gw")) < WAITERS
+def is_waiter(process: int) -> bool:
+    """`process`: its number, from 0."""
+    return process < WAITERS
 
 
-class Dealing(LoadFileScheduling):  # type: ignore[misc]
-    """The tests of a file stay in one process, so that they share its fixtures."""
+class Dealing:
+    """The files that no process has taken. The tests of a file stay in one process, so that they
+    share its fixtures."""
 
-    def _assign_work_unit(self, node: WorkerController) -> None:
-        own = is_waiter(node.gateway.id)
-        file = next((f for f in self.workqueue if waits(f) == own), next(iter(self.workqueue)))
-        self.workqueue.move_to_end(file, last=False)
-        super()._assign_work_unit(node)
+    def __init__(self, files: Iterable[str]) -> None:
+        self._left = list(files)
+
+    def take(self, process: int) -> str | None:
+        """The next file for this process. None: all are dealt."""
+        if not self._left:
+            return None
+        own = is_waiter(process)
+        file = next((file for file in self._left if waits(file) == own), self._left[0])
+        self._left.remove(file)
+        return file
 
 
 def in_order(items: list[pytest.Item]) -> None:
@@ -60,6 +66,6 @@ def in_order(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
-def stand_back(worker: str) -> None:
-    if not is_waiter(worker):
+def stand_back(process: int) -> None:
+    if not is_waiter(process):
         os.nice(NICE)

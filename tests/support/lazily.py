@@ -1,6 +1,6 @@
 """Modules that take seconds to import, and that the tests of a few files use.
 
-Every process that runs tests imports all test files, and runs a part of them.
+All test files are imported before the first test runs.
 """
 
 import importlib.util
