@@ -162,7 +162,8 @@ class _Processes:
             target=_work, args=(self._session, number, tests, theirs, not_its)
         )
         with warnings.catch_warnings():
-            # Python 3.12 warns of threads. Those of libraries wait, and know of forks.
+            # Python 3.12 warns of threads, which a fork does not have. Those of the libraries that
+            # test files import are started anew when there is work for them.
             warnings.simplefilter("ignore", DeprecationWarning)
             fork.start()
         theirs.close()

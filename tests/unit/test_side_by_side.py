@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,16 @@ def test_nothing_runs_when_a_file_cannot_be_collected(tmp_path: Path) -> None:
     assert "passed" not in said
 
 
+@pytest.fixture
+def heeds_interrupts() -> Iterator[None]:
+    """What this process starts heeds Ctrl-C, although a shell has what it starts in the background
+    ignore it, and children inherit that."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("heeds_interrupts")
 def test_what_a_test_has_started_ends_when_the_run_is_interrupted(tmp_path: Path) -> None:
     (tmp_path / "test_a.py").write_text(WAITS)
     with subprocess.Popen(

@@ -5,13 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import aiohttp
+import anthropic
 import pytest
 
 from shared.config import GatewayConfig
-from tests.support import lazily
 from tests.unit.gateway.http.builders import post
 from tests.unit.gateway.http.calling import PARAMETERS
 from tests.unit.gateway.http.calling import TEMPLATE as CALLING
@@ -29,11 +29,6 @@ from tests.unit.gateway.support import (
     running,
     text_files,
 )
-
-if TYPE_CHECKING:
-    import anthropic
-else:
-    anthropic = lazily.imported("anthropic")
 
 ASK: dict[str, Any] = {
     "model": NAME,
