@@ -29,14 +29,17 @@ from services.node.engine.paged_attention import paged_step
 from services.node.engine.triton_ops import TritonOps
 from services.node.engine.weights import ExpertMlp
 from shared.messages.serving import Sampling
+from tests.support.amounts import cases
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
-SHAPES: tuple[tuple[torch.dtype, tuple[int, int, int]], ...] = (
-    (torch.bfloat16, (32, 8, 128)),  # Llama-3-8B's
-    (torch.float16, (8, 1, 256)),
-    (torch.float32, (28, 4, 128)),
+Shape = tuple[torch.dtype, tuple[int, int, int]]
+"""Of what type, and (heads, KV heads, head_dim)."""
+LLAMA: Shape = (torch.bfloat16, (32, 8, 128))
+"""Llama-3-8B's."""
+SHAPES = cases(
+    [LLAMA],
+    thorough=[(torch.float16, (8, 1, 256)), (torch.float32, (28, 4, 128))],
 )
-"""(heads, KV heads, head_dim)."""
 KERNELS = (
     *("rotate_and_store", "attend", "combine", "silu_times", "rms_norm"),
     *("multiply_by_expert", "multiply_row", "draw_token"),

@@ -15,6 +15,7 @@ from services.node.memory.arena import Arena
 from shared.errors import CapacityExceeded
 from shared.parts import Part
 from shared.step_costs import StepCosts
+from tests.support.amounts import cases
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run
 from tests.unit.node.engine.test_against_transformers import FORMS
@@ -103,16 +104,16 @@ def test_two_devices_have_the_bits_of_one_process(
         assert tokens == model.expected_tokens(PROMPT, COUNT)
 
 
-def test_a_team_of_four_over_two_devices_and_over_four(devices: Make) -> None:
+@pytest.mark.parametrize(("count", "threads"), cases([(2, 2)], thorough=[(4, 1)]))
+def test_a_team_of_four_over_devices(devices: Make, count: int, threads: int) -> None:
     model = make_model(seed=3, num_hidden_layers=6, **FOUR_KV_HEADS)
     expected = model.expected_tokens(PROMPT, COUNT)
-    for count, threads in ((2, 2), (4, 1)):
-        ends = [model.n_blocks * i // count for i in range(count + 1)]
-        owns = [Part(ends[i], ends[i + 1]) for i in range(count)]
-        found = [devices(model, own, count, threads).fill() for own in owns]
-        said = {device.engine.division(MODEL).partition(";")[0] for device in found}
-        assert said == {f"4 processes run it: {count} devices run it together"}
-        assert path_over(*found).generate(PROMPT, COUNT) == expected
+    ends = [model.n_blocks * i // count for i in range(count + 1)]
+    owns = [Part(ends[i], ends[i + 1]) for i in range(count)]
+    found = [devices(model, own, count, threads).fill() for own in owns]
+    said = {device.engine.division(MODEL).partition(";")[0] for device in found}
+    assert said == {f"4 processes run it: {count} devices run it together"}
+    assert path_over(*found).generate(PROMPT, COUNT) == expected
 
 
 def test_what_processes_cannot_divide_has_the_threads_of_all(devices: Make) -> None:
