@@ -179,7 +179,7 @@ async def test_kv_has_nearly_all_of_the_port_beside_weights(cluster: Cluster) ->
     # So slow that the port, and not a busy processor, is what both wait for.
     source = await cluster.start(rate=1_000_000)
     one, other = await cluster.start(), await cluster.start()
-    data = pattern(MIB)
+    data = pattern(MIB // 2)
     for flow in ("model", SERVING_FLOW):
         source.transport.register(flow, source.put(data), flow=flow)
     copies = {"model": one.room(len(data)), SERVING_FLOW: other.room(len(data))}
