@@ -26,13 +26,12 @@ from pathlib import Path
 import aiohttp
 import uvloop
 
-from services.local.cluster import Cluster, ClusterSpec, bus_config
+from benchmarks.watched import watched
+from services.local.cluster import ClusterSpec
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.publishing import import_model
-from services.local.watch import Watch
 from shared import subjects
 from shared.bus.base import Bus
-from shared.bus.nats import NatsBus
 from shared.ids import KeyId, ModelName, TenantId, id_source
 from shared.messages.access import (
     AccessChange,
@@ -173,27 +172,20 @@ async def measure(directory: Path, args: argparse.Namespace) -> int:
             "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",
         },
     )
-    cluster = Cluster(spec)
-    await cluster.start()
-    try:
-        async with NatsBus(bus_config(cluster.state), "bench") as bus:
-            watch = Watch()
-            await watch.follow(bus)
-            wish = ImportModel(
-                path=str(directory / "tiny"), name=MODEL, min_instances=NODES, max_instances=NODES
-            )
-            await import_model(bus, wish, say=lambda _: None)
-            while len(watch.replicas) < NODES:
-                await watch.change()
-            urls = cluster.state.gateway_urls
-            asking = await tenants(bus, urls, limits=not args.no_limits)
-            timeout = aiohttp.ClientTimeout(total=300)
-            connector = aiohttp.TCPConnector(limit=0)
-            async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
-                await counts(http, asking[-1], urls)
-                return await compare(http, asking, args.seconds, args.rounds)
-    finally:
-        await cluster.stop()
+    async with watched(spec) as (cluster, bus, watch):
+        wish = ImportModel(
+            path=str(directory / "tiny"), name=MODEL, min_instances=NODES, max_instances=NODES
+        )
+        await import_model(bus, wish, say=lambda _: None)
+        while len(watch.replicas) < NODES:
+            await watch.change()
+        urls = cluster.state.gateway_urls
+        asking = await tenants(bus, urls, limits=not args.no_limits)
+        timeout = aiohttp.ClientTimeout(total=300)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(timeout=timeout, connector=connector) as http:
+            await counts(http, asking[-1], urls)
+            return await compare(http, asking, args.seconds, args.rounds)
 
 
 async def compare(

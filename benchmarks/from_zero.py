@@ -31,13 +31,13 @@ import numpy as np
 
 from benchmarks.multicast.model import checkpoint_spec
 from benchmarks.no_options import describe
-from services.local.cluster import Cluster, ClusterSpec, bus_config
+from benchmarks.watched import watched
+from services.local.cluster import Cluster, ClusterSpec
 from services.local.demo_model import make_checkpoint
 from services.local.publishing import publish
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.base import Bus, On
-from shared.bus.nats import NatsBus
 from shared.ids import ModelName, NodeId
 from shared.messages.changes import whole_status
 from shared.messages.pool import ModelRecord, NodeStatus, ReportStatus, Tier
@@ -159,17 +159,10 @@ async def running(folder: Path, nodes: int, settings: Mapping[str, str]) -> Asyn
         settings=common | dict(settings),
         apart=True,
     )
-    cluster = Cluster(spec)
-    await cluster.start()
-    try:
-        async with NatsBus(bus_config(cluster.state), "bench") as bus:
-            watch = Watch()
-            await watch.follow(bus)
-            up = Up(cluster, bus, watch)
-            await up.follow()
-            yield up
-    finally:
-        await cluster.stop()
+    async with watched(spec) as (cluster, bus, watch):
+        up = Up(cluster, bus, watch)
+        await up.follow()
+        yield up
 
 
 async def measure(up: Up, models: list[ModelRecord], cold: Case) -> None:

@@ -14,8 +14,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.watched import watched
 from services.local.asking import ask
-from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.cluster import ClusterSpec
 from services.local.demo_model import make_random_model
 from services.local.publishing import import_model
 from services.local.watch import Watch
@@ -24,7 +25,6 @@ from services.planner.core.multicast.fabric import Fabric, Port, Task, uniform
 from services.planner.core.multicast.strategies import STRATEGIES
 from shared import subjects
 from shared.bus.base import Bus
-from shared.bus.nats import NatsBus
 from shared.ids import EventId, ModelName
 from shared.messages.scaling import (
     EventRecord,
@@ -103,29 +103,21 @@ async def events(
         "LAMBDASCALE_NODE_THREADS": "1",
         "LAMBDASCALE_REGISTRY_DURABLE_COPIES": "1",  # weights come over the links only
     }
-    cluster = Cluster(
-        ClusterSpec(
-            directory=directory / f"{nodes}-{mbit:g}",
-            nodes=nodes,
-            gateway_port=0,
-            settings=settings,
-            apart=True,
-        )
+    spec = ClusterSpec(
+        directory=directory / f"{nodes}-{mbit:g}",
+        nodes=nodes,
+        gateway_port=0,
+        settings=settings,
+        apart=True,
     )
-    await cluster.start()
-    try:
-        async with NatsBus(bus_config(cluster.state), "bench") as bus:
-            watch = Watch()
-            await watch.follow(bus)
-            await import_model(
-                bus,
-                ImportModel(path=str(checkpoint), name=MODEL, min_instances=1),
-                say=lambda _: None,
-            )
-            await until_replicas(watch, 1)
-            return [await scaled(bus, watch, nodes) for _ in range(rounds)]
-    finally:
-        await cluster.stop()
+    async with watched(spec) as (_, bus, watch):
+        await import_model(
+            bus,
+            ImportModel(path=str(checkpoint), name=MODEL, min_instances=1),
+            say=lambda _: None,
+        )
+        await until_replicas(watch, 1)
+        return [await scaled(bus, watch, nodes) for _ in range(rounds)]
 
 
 async def scaled(bus: Bus, watch: Watch, nodes: int) -> EventRecord:

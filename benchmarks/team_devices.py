@@ -25,11 +25,10 @@ from statistics import median
 import aiohttp
 
 from benchmarks.machine import machine
-from services.local.cluster import Cluster, ClusterSpec, bus_config
+from benchmarks.watched import watched
+from services.local.cluster import ClusterSpec
 from services.local.demo_model import CheckpointSpec, make_checkpoint
 from services.local.publishing import publish
-from services.local.watch import Watch
-from shared.bus.nats import NatsBus
 from shared.ids import ModelName, NodeId
 from shared.messages.scaling import ImportModel
 
@@ -97,23 +96,16 @@ async def running(folder: Path, devices: int) -> AsyncIterator[Side]:
     spec = ClusterSpec(
         directory=folder / NAMES[devices], nodes=2, gateway_port=0, settings=settings, apart=False
     )
-    cluster = Cluster(spec)
-    await cluster.start()
-    try:
-        async with NatsBus(bus_config(cluster.state), "bench") as bus:
-            watch = Watch()
-            await watch.follow(bus)
-            request = ImportModel(
-                path=str(checkpoint), name=ModelName("m"), min_instances=1, blocks=BLOCKS
-            )
-            await publish(bus, request, node=NodeId("node-0"), say=lambda _: None)
-            async with asyncio.timeout(LIMIT_S):
-                while not (watch.replicas and watch.records):
-                    await watch.change()
-            (record,) = watch.records.values()
-            yield Side(cluster.state.gateway_url, record.way or "nothing to choose")
-    finally:
-        await cluster.stop()
+    async with watched(spec) as (cluster, bus, watch):
+        request = ImportModel(
+            path=str(checkpoint), name=ModelName("m"), min_instances=1, blocks=BLOCKS
+        )
+        await publish(bus, request, node=NodeId("node-0"), say=lambda _: None)
+        async with asyncio.timeout(LIMIT_S):
+            while not (watch.replicas and watch.records):
+                await watch.change()
+        (record,) = watch.records.values()
+        yield Side(cluster.state.gateway_url, record.way or "nothing to choose")
 
 
 async def measure(rounds: int) -> None:

@@ -26,8 +26,9 @@ import uvloop
 from benchmarks.chaos import harness
 from benchmarks.chaos.bench import MODEL, answers, prompts
 from benchmarks.chaos.client import Answered, Client, End, Request
+from benchmarks.watched import watched
 from services import health
-from services.local.cluster import Cluster, ClusterSpec, bus_config
+from services.local.cluster import Cluster, ClusterSpec
 from services.local.demo_model import make_checkpoint
 from services.local.nats_servers import Place, free_ports
 from services.local.processes import NATS
@@ -35,7 +36,6 @@ from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared import subjects
 from shared.bus.base import Bus
-from shared.bus.nats import NatsBus
 from shared.errors import BusError
 from shared.ids import new_id
 from shared.messages.scaling import ImportModel, PlannerQuery, PlannerState
@@ -159,39 +159,32 @@ async def measure(directory: Path, before: Path | None) -> list[Answered]:
         apart=True,
         places=places,
     )
-    cluster = Cluster(spec)
-    await cluster.start()
-    try:
-        async with NatsBus(bus_config(cluster.state), "upgrade") as bus:
-            watch = Watch()
-            await watch.follow(bus)
-            model = ImportModel(path=str(checkpoint), name=harness.MODEL, min_instances=2)
-            await import_model(bus, model, say=lambda _: None)
-            await until_well(cluster, bus, watch)
-            gateways = [name for name, role in roles.items() if role == "gateway"]
-            urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
-            urls |= dict(zip(gateways, cluster.state.gateway_urls, strict=True))
-            client = Client(harness.MODEL, cluster.state.gateway_urls, SILENCE_S)
-            load = Load(client, list(zip(asked, right, strict=True)))
-            sending = asyncio.create_task(load.run())
-            try:
-                for name in reversed(places):
-                    began = time.monotonic()
-                    cluster.signal(name, signal.SIGTERM)
-                    await cluster.ended(name)
-                    places[name] = Place(within=common, settings=settings[name])
-                    await cluster.start_again(name)
-                    await until_well(cluster, bus, watch)
-                    if not name.startswith(NATS):  # that is back when `start_again` returns
-                        await until_ready(urls[name])
-                    print(f"{name}: well after {time.monotonic() - began:.1f} s", flush=True)
-                await asyncio.sleep(AFTER_S)
-            finally:
-                load.stop.set()
-                await sending
-            return load.answered
-    finally:
-        await cluster.stop()
+    async with watched(spec) as (cluster, bus, watch):
+        model = ImportModel(path=str(checkpoint), name=harness.MODEL, min_instances=2)
+        await import_model(bus, model, say=lambda _: None)
+        await until_well(cluster, bus, watch)
+        gateways = [name for name, role in roles.items() if role == "gateway"]
+        urls = {name: f"http://127.0.0.1:{port}" for name, port in ports.items()}
+        urls |= dict(zip(gateways, cluster.state.gateway_urls, strict=True))
+        client = Client(harness.MODEL, cluster.state.gateway_urls, SILENCE_S)
+        load = Load(client, list(zip(asked, right, strict=True)))
+        sending = asyncio.create_task(load.run())
+        try:
+            for name in reversed(places):
+                began = time.monotonic()
+                cluster.signal(name, signal.SIGTERM)
+                await cluster.ended(name)
+                places[name] = Place(within=common, settings=settings[name])
+                await cluster.start_again(name)
+                await until_well(cluster, bus, watch)
+                if not name.startswith(NATS):  # that is back when `start_again` returns
+                    await until_ready(urls[name])
+                print(f"{name}: well after {time.monotonic() - began:.1f} s", flush=True)
+            await asyncio.sleep(AFTER_S)
+        finally:
+            load.stop.set()
+            await sending
+        return load.answered
 
 
 def main() -> int:
