@@ -6,8 +6,9 @@ from benchmarks.fuzz import parsers
 from benchmarks.fuzz.__main__ import SHARES, run_in_cluster
 from benchmarks.fuzz.report import Report
 from benchmarks.fuzz.values import Source
+from tests.support.amounts import amount
 
-INPUTS = 6_000
+INPUTS = amount(3_000, thorough=6_000)
 
 
 def test_parsers() -> None:

@@ -42,20 +42,21 @@ def tokenizer(demo: Path) -> Any:
     return AutoTokenizer.from_pretrained(demo)
 
 
-def greedy(oracle: Any, prompt: list[int]) -> tuple[list[int], list[float]]:
-    """Tokens, and at each step how far the best one lies before the second."""
-    tokens: list[int] = []
-    gaps: list[float] = []
-    step, past = torch.tensor([prompt]), None
+def greedy(oracle: Any, prompts: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    """For each prompt (all are equally long): tokens, and at each step how far the best one lies
+    before the second."""
+    found: list[tuple[list[int], list[float]]] = [([], []) for _ in prompts]
+    step, past = torch.tensor(prompts), None
     with torch.inference_mode():
         for _ in range(STEPS):
             result = oracle(step, past_key_values=past, use_cache=True)
             past = result.past_key_values
-            best = result.logits[0, -1].topk(2)
-            tokens.append(int(best.indices[0]))
-            gaps.append(float(best.values[0] - best.values[1]))
-            step = best.indices[:1].view(1, 1)
-    return tokens, gaps
+            best = result.logits[:, -1].topk(2)
+            for (tokens, gaps), index, value in zip(found, best.indices, best.values, strict=True):
+                tokens.append(int(index[0]))
+                gaps.append(float(value[0] - value[1]))
+            step = best.indices[:, :1]
+    return found
 
 
 def test_weights_are_what_transformers_loads(demo: Path, oracle: Any) -> None:
@@ -74,18 +75,17 @@ def test_blocks_are_of_nearly_equal_size(demo: Path) -> None:
 
 
 def test_greedy_decoding_is_stable_and_lively(oracle: Any) -> None:
-    for prompt in PROMPTS:
-        tokens, gaps = greedy(oracle, prompt)
+    for tokens, gaps in greedy(oracle, PROMPTS):
         assert min(gaps) > 1e-4
         assert EOS_ID not in tokens
         assert len(set(tokens[-32:])) > 8
 
 
 def test_early_tokens_change_what_comes_much_later(oracle: Any) -> None:
-    for ids in PROMPTS:
-        other = [ids[0], ids[1] + 1, *ids[2:]]
-        late, other_late = greedy(oracle, ids)[0][-32:], greedy(oracle, other)[0][-32:]
-        assert sum(a == b for a, b in zip(late, other_late, strict=True)) < 8
+    others = [[ids[0], ids[1] + 1, *ids[2:]] for ids in PROMPTS]
+    found = greedy(oracle, PROMPTS + others)
+    for (tokens, _), (other, _) in zip(found[: len(PROMPTS)], found[len(PROMPTS) :], strict=True):
+        assert sum(a == b for a, b in zip(tokens[-32:], other[-32:], strict=True)) < 8
 
 
 def test_tokenizer_and_chat_template(tokenizer: Any) -> None:

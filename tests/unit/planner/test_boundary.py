@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import pytest
 import structlog
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.planner import shell
@@ -44,6 +44,7 @@ from shared.messages.scaling import (
 )
 from shared.messages.story import StoryQuery, Told
 from simulation.checked import CheckedPlanner
+from tests.support.amounts import examples
 from tests.support.malformed import ERRORS, Likely, well_framed, with_every_error
 from tests.unit.planner.cluster import Cluster
 from tests.unit.planner.driver import EVERY, Driver, id_of, model
@@ -112,6 +113,7 @@ def still_scales(driver: Driver) -> None:
 
 
 @given(data=st.data())
+@settings(max_examples=examples(15))
 @pytest.mark.parametrize("kind", HEARD, ids=lambda kind: kind.__name__)
 def test_what_makes_no_sense_holds_no_other_model_up(
     kind: type[Message], data: st.DataObject

@@ -11,6 +11,7 @@ from services.node.engine import device_sampling
 from services.node.engine.base import Draw
 from services.node.engine.sampling import sample, uniform
 from shared.messages.serving import Sampling
+from tests.support.amounts import examples
 from tests.unit.node.engine.test_sampling import CUTS, LOGITS
 
 GPU = torch.cuda.is_available()
@@ -33,7 +34,7 @@ DEVICE = torch.device("cuda:0" if GPU else "cpu")
     vocab=st.sampled_from([5, 25, 70]),
     seed=st.integers(0, 2**32),
 )
-@settings(max_examples=200 if GPU else 15)
+@settings(max_examples=200 if GPU else examples(6))
 def test_what_the_host_draws(rows: list[Sampling], levels: int, vocab: int, seed: int) -> None:
     """`levels`: of logits; few: many of them are equal. Some are negative. A row in between is not
     drawn from."""

@@ -16,6 +16,7 @@ from services.node.engine.kernels import Kernels
 from services.node.engine.linear import Form, Packed, Stored, check_form, gate, linear
 from services.node.engine.ops import TorchOps
 from shared.errors import ConfigError
+from tests.support.amounts import cases
 
 SHAPES = [(768, 2304), (2048, 768), (640, 70), (100, 36), (1037, 96), (8, 12)]
 """[in, out]."""
@@ -156,7 +157,7 @@ def attention(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled
 
 
-@pytest.fixture(scope="module", params=OTHERS)
+@pytest.fixture(scope="module", params=cases(["pairs", "the oldest"], thorough=OTHERS))
 def other(request: pytest.FixtureRequest, attention: Path) -> Kernels:
     library = attention.with_name(f"{request.param}.so")
     flags = [flag for flag in OTHERS[request.param] if _takes(flag)]
