@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import Route
-from services.gateway.core.routing import Draw, Routing
+from services.gateway.core.routing import Draw, Routing, with_kv
 from services.gateway.core.table import Table
 from services.planner.core.demand import Demand, Policy, fulls
 from services.planner.core.scaling import Decide, Decision, Scaler, decide
@@ -119,15 +119,20 @@ def per_load(target: float) -> Decide:
 
 
 def least_requests(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
-    """The instance with the fewest requests, among those that have a free slot."""
+    """The instance with the fewest requests, among those that have a free slot, and KV."""
     free = [route for route in table.open if route.is_free(now, request.shunned)]
-    return min(free, key=lambda route: len(route.requests) / route.instance.capacity, default=None)
+    return min(
+        with_kv(free, request, now),
+        key=lambda route: len(route.requests) / route.instance.capacity,
+        default=None,
+    )
 
 
 def least_tokens(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
-    """The instance with the fewest outstanding tokens, among those that have a free slot."""
+    """The instance with the fewest outstanding tokens, among those that have a free slot, and
+    KV."""
     free = [route for route in table.open if route.is_free(now, request.shunned)]
-    return min(free, key=lambda route: route.load(), default=None)
+    return min(with_kv(free, request, now), key=lambda route: route.load(), default=None)
 
 
 FEWEST_REQUESTS = Routing(math.inf, math.inf, least_requests, affinity=False)

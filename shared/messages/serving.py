@@ -217,3 +217,6 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     """Scores come before the tokens."""
     kv_used: float = 0.0
     """The share of the leader's KV cache that is in use."""
+    kv_free: dict[ModelId, int] = msgspec.field(default_factory=dict)
+    """How many positions of KV sequences of each model can still take on the leader. A model that
+    is not named has no KV there, or the leader is of the release before, which does not say."""

@@ -94,6 +94,8 @@ def _suits(table: Table, route: Route, request: Request, saved: int, now: float)
     instance = route.instance
     if not route.begins(now, request.shunned) or route.prompts > saved * instance.capacity:
         return False
+    if route.kv_left(now) < len(request.prompt) - saved:
+        return False
     if len(route.requests) + route.others.requests < LIGHT * instance.slots:
         return True
     mean = (table.total.tokens + request.work) / table.capacity

@@ -154,6 +154,9 @@ class Dispatch:
         late: dict[tuple[RequestId, int], None] = {}
         requests = self._ledger.requests
         self._kv_used[message.node] = message.kv_used
+        for model_id, positions in message.kv_free.items():
+            if known := self._models.get(model_id):
+                known.table.hear_kv(message.node, positions, now)
         pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
         for piece in pieces:
             self._begin(piece.request, now)

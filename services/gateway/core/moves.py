@@ -69,7 +69,7 @@ class Moves:
             and request.has_token == with_token
         ]
         for request, source in sorted(moving, key=lambda pair: _turn(pair[0])):
-            target = routing.refuge(routes, now, request.shunned)
+            target = routing.refuge(routes, request, now)
             if target is None and not request.shunned:
                 break  # nobody has room
             if target is None:

@@ -216,6 +216,11 @@ class Request:
         return len(self.tokens) - unscored
 
     @property
+    def context(self) -> int:
+        """How many tokens it has so far, with its prompt."""
+        return len(self.prompt) + len(self.tokens)
+
+    @property
     def remaining(self) -> int:
         return self.max_tokens - len(self.tokens)
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from math import inf
 
 import msgspec
 
@@ -25,6 +26,8 @@ IN_LINE = 2.0
 keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
 prompts before the second stage takes them. On longer paths prompts would wait while other nodes
 become complete."""
+KV_TOLD_S = 1.0
+"""For so long counts what a node said of its free KV. It says so with each token."""
 PAST = 3
 """A node may be a step ahead of the last token that came from it, and in the next one."""
 MOST_UNHEARD = 16
@@ -92,6 +95,10 @@ class Route:
     """Mean time from a request's token to its next one, lately. 0: not known."""
     measured: int = 0
     """How many such times were measured."""
+    kv_free: int = 0
+    """How many positions of KV its leader had free when it last said so."""
+    kv_told_at: float = float("-inf")
+    """When that was."""
     slow_looks: int = 0
     """How many times in a row it was slow (`speed`)."""
     told: bool = False
@@ -180,6 +187,13 @@ class Route:
         """Whether a request may begin here. Those that have their first token may come to any
         instance that `is_free`."""
         return self.instance.role is not Role.DECODE and self.is_free(now, shunned)
+
+    def kv_left(self, now: float) -> float:
+        """How many positions of KV are free there, less what the prompts take that were sent.
+        Infinite if that is not known: of paths, and of instances that are silent."""
+        if now - self.kv_told_at > KV_TOLD_S:
+            return inf
+        return self.kv_free - self.prompts
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths

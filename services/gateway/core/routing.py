@@ -6,6 +6,11 @@ of two choices in randomized load balancing, section 3). Where speeds are mixed,
 drawn in proportion to their capacity. An instance without a free slot is no candidate. A request
 for which there is no candidate stays in the gateway's queue, where the planner sees it, and a new
 instance gets it the moment it appears.
+
+Nodes say with each token how much KV is free there. Outstanding tokens do not show that: a request
+with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. So
+of the candidates those count that have KV left for the request, and where none has, those with the
+most. Elsewhere its prompt would wait until other requests end.
 """
 
 from bisect import bisect
@@ -47,7 +52,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
         route = routes[int(draw() * len(routes))]
         if route is found or draw() * fastest >= route.instance.capacity:
             continue
-        if route.begins(now, request.shunned):
+        if route.begins(now, request.shunned) and route.kv_left(now) >= request.context:
             if found is not None:
                 return _lighter(found, route, request)
             found = route
@@ -57,14 +62,24 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
 def _survey(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """Looks at all candidates."""
     free = [route for route in table.open if route.begins(now, request.shunned)]
-    return _two(free, request, draw)
+    return _two(free, request, now, draw)
 
 
-def _two(free: list[Route], request: Request, draw: Draw) -> Route | None:
-    if len(free) < 2:
-        return free[0] if free else None
-    first = free.pop(_drawn(free, draw))
-    return _lighter(first, free[_drawn(free, draw)], request)
+def with_kv(free: Sequence[Route], request: Request, now: float) -> list[Route]:
+    """Those of them that have KV left for the request, as far as is known. If none has, those with
+    the most left."""
+    most = max((route.kv_left(now) for route in free), default=0.0)
+    least = min(most, request.context)
+    return [route for route in free if route.kv_left(now) >= least]
+
+
+def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
+    """The less loaded of two with KV left."""
+    left = with_kv(free, request, now)
+    if len(left) < 2:
+        return left[0] if left else None
+    first = left.pop(_drawn(left, draw))
+    return _lighter(first, left[_drawn(left, draw)], request)
 
 
 def _drawn(routes: Sequence[Route], draw: Draw) -> int:
@@ -93,26 +108,25 @@ class Routing:
 OURS = Routing()
 
 
-def refuge(
-    routes: Iterable[Route], now: float, shunned: Mapping[InstanceId, float]
-) -> Route | None:
-    """The instance for a request that is to leave its path: the replica or group with the least
-    load.
+def refuge(routes: Iterable[Route], request: Request, now: float) -> Route | None:
+    """The instance for a request that is to leave its path: of the replicas and groups with KV left
+    the one with the least load.
 
     Paths are taken only where neither serves at all. None: all that serve are full, or are
     shunned (see `choose`).
     """
     serving = [route for route in routes if route.instance.state is InstanceState.SERVING]
     replicas = [route for route in serving if route.instance.lasts]
-    free = [route for route in replicas or serving if route.is_free(now, shunned)]
-    return min(free, key=lambda route: (route.load(), len(route.requests)), default=None)
+    free = [route for route in replicas or serving if route.is_free(now, request.shunned)]
+    left = with_kv(free, request, now)
+    return min(left, key=lambda route: (route.load(), len(route.requests)), default=None)
 
 
 def decoding(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """The less loaded of two instances that decode, each drawn in proportion to its capacity. None:
     all are full."""
     free = [route for route in table.decoding if route.is_free(now, request.shunned)]
-    return _two(free, request, draw)
+    return _two(free, request, now, draw)
 
 
 def secluded(

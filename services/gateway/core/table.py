@@ -32,6 +32,8 @@ class Table:
         """Of all instances together, and of the fastest."""
         self.replicas: dict[NodeId, Route] = {}
         """The complete replicas, by node."""
+        self.lasting: dict[NodeId, Route] = {}
+        """The replicas and groups, by their leaders."""
         self.prefixes = Prefixes()
         self.carriers = Carriers()
         self._points: dict[NodeId, int] = {}
@@ -131,6 +133,11 @@ class Table:
             total=self.total,
         )
 
+    def hear_kv(self, node: NodeId, positions: int, now: float) -> None:
+        """A node says how many positions of KV are free there."""
+        if route := self.lasting.get(node):
+            route.kv_free, route.kv_told_at = positions, now
+
     def hear_others(self, changed: Iterable[InstanceId]) -> bool:
         """Takes in what other gateways have running now on these instances. Returns whether that is
         less on any of them."""
@@ -174,7 +181,8 @@ class Table:
         """To be called when the set of routes, or what it says of an instance, has changed."""
         routes = self.routes.values()
         self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
-        self.replicas = {r.instance.leader: r for r in routes if r.instance.is_replica}
+        self.lasting = {r.instance.leader: r for r in routes if r.instance.lasts}
+        self.replicas = {n: r for n, r in self.lasting.items() if r.instance.is_replica}
         serving = [r for r in routes if r.instance.state is InstanceState.SERVING]
         self.pairs = [r for r in serving if r.is_pair]
         self.prefilling = [r for r in serving if r.instance.role is Role.PREFILL]

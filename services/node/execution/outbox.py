@@ -4,7 +4,7 @@ vectors are long."""
 from dataclasses import dataclass, field
 
 from services.node.core.microbatches import Emit
-from shared.ids import GatewayId, NodeId
+from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages.serving import AttemptFailed, Scores, Token, Tokens
 
 VECTOR_BYTES = 512 << 10
@@ -41,8 +41,8 @@ class Outbox:
             case AttemptFailed():
                 box.failed.append(command.what)
 
-    def empty(self, kv_used: float) -> list[tuple[GatewayId, Tokens]]:
-        """Takes out the messages for each gateway, in order. `kv_used`: see `Tokens`."""
+    def empty(self, kv_used: float, kv_free: dict[ModelId, int]) -> list[tuple[GatewayId, Tokens]]:
+        """Takes out the messages for each gateway, in order. `kv_used`, `kv_free`: see `Tokens`."""
         found, self._boxes = self._boxes, {}
         return [
             (
@@ -53,6 +53,7 @@ class Outbox:
                     failed=tuple(box.failed),
                     scores=tuple(box.scores),
                     kv_used=kv_used,
+                    kv_free=kv_free,
                 ),
             )
             for gateway, boxes in found.items()

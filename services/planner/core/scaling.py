@@ -192,7 +192,9 @@ def _without_objectives(
     soon = filled(there, work, policy) / policy.fill
     if policy.fixed is not None or soon <= load:
         want = wanted(load, policy)
-        short = policy.fill < 1 or _is_short(demand, policy, have, total)
+        # What waits now is not gone by then, as far as it is known how long requests stay.
+        waits = work.stay_s > 0 and soon > total
+        short = policy.fill < 1 or waits or _is_short(demand, policy, have, total)
         return _Aim(load, want, want, short)
     want = wanted(soon, policy)
     why = (

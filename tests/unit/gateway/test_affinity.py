@@ -114,6 +114,17 @@ def test_what_could_begin_elsewhere_does_not_wait_for_its_kv() -> None:
     assert preferred(table, asking(session="s")) == "replica-2"
 
 
+def test_what_is_not_cached_has_to_find_kv() -> None:
+    table = table_of((replica(1), 0, 0), (replica(2), 0, 0))
+    known_on(table, 1)
+    longer, leader = asking(prompt=(*PROMPT, *range(7))), replica(1).leader
+    for free, expected in ((6, None), (7, "replica-1")):
+        table.hear_kv(leader, free, now=0.0)
+        assert preferred(table, longer) == expected
+    table.hear_kv(leader, -1, now=0.0)
+    assert preferred(table, asking()) is None, "others there wait for KV"
+
+
 @given(
     running=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 3000)), min_size=2, max_size=8),
     session=st.sampled_from(["", "a", "b"]),

@@ -212,6 +212,15 @@ def test_a_request_keeps_away_from_what_refused_it() -> None:
     assert choose(table, asking, 6.0, draw_0) is table.routes[replica(1).id]
 
 
+def test_of_many_instances_one_with_kv_is_found() -> None:
+    many = [replica(number) for number in range(4 * FEW)]
+    table, asking, draw = table_of(*((one, 0, 0) for one in many)), request("a"), Random(0).random
+    for one in many[1:]:
+        table.hear_kv(one.leader, asking.context - 1, now=0.0)
+    for _ in range(20):
+        assert choose(table, asking, 0.0, draw) is table.routes[many[0].id]
+
+
 def test_the_refuge_is_the_emptiest_replica() -> None:
     routes = [
         route(path(1, 2), tokens=0),
@@ -219,13 +228,16 @@ def test_the_refuge_is_the_emptiest_replica() -> None:
         route(replica(2), tokens=20),
         route(replica(3, state=InstanceState.DRAINING)),
     ]
-    assert refuge(routes, 0.0, {}) is routes[2]
-    assert refuge(routes[:1], 0.0, {}) is routes[0]
+    leaving = request("a")
+    assert refuge(routes, leaving, 0.0) is routes[2]
+    assert refuge(routes[:1], leaving, 0.0) is routes[0]
     full = route(replica(1, slots=1), requests=1)
-    assert refuge([routes[0], full], 0.0, {}) is None
-    shunned = {replica(2).id: 6.0}
-    assert refuge(routes, 5.0, shunned) is routes[1]
-    assert refuge(routes, 6.0, shunned) is routes[2]
+    assert refuge([routes[0], full], leaving, 0.0) is None
+    leaving.shunned = {replica(2).id: 6.0}
+    assert refuge(routes, leaving, 5.0) is routes[1]
+    assert refuge(routes, leaving, 6.0) is routes[2]
+    routes[2].kv_free, routes[2].kv_told_at = leaving.context - 1, 6.0
+    assert refuge(routes, leaving, 6.0) is routes[1]
 
 
 SECONDS = st.floats(1e-5, 10)

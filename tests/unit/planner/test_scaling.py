@@ -133,6 +133,18 @@ def test_a_short_queue_is_worth_no_replica() -> None:
     assert decision.replicas == 1
 
 
+def test_a_short_queue_is_worth_one_if_work_waits_when_it_is_there() -> None:
+    """A replica is there in a second. Until then one of five requests ends that stay for 4 s, and
+    all but two that stay for 1 s."""
+    for arrivals, expected in (
+        (Arrivals(rate=1.0, stay_s=4.0), 2),
+        (Arrivals(rate=0.5, stay_s=1.0), 1),
+    ):
+        load = replace(demand(queued=1, running=4), arrivals=arrivals)
+        assert ask(load, policy(hold=0.0), have=1)[1].replicas == expected
+        assert ask(load, policy(hold=0.0), have=2)[1].replicas == 2
+
+
 def test_tokens_count_as_well_as_requests() -> None:
     assert fulls(demand(queued=2, tokens=2500), policy()) == 2.5
     _, decision = ask(demand(queued=2, tokens=2500), policy(hold=0.0), have=1)

@@ -181,6 +181,30 @@ def test_a_later_stage_tells_the_leader_why_a_row_could_not_be_drawn() -> None:
     assert set(rig.engine.sequences) == {"y#1"}
 
 
+def test_gateways_hear_with_each_token_how_much_kv_is_free() -> None:
+    rig = Rig(kv=100)
+    rig.submit(submit("r", WHOLE, prompt=(3, 1, 4, 1, 5), max_tokens=3))
+    used = []
+    while rig.step():
+        used.append(rig.engine.kv_used)
+        rig.steps.flush()
+    told = [tokens.kv_free for _, tokens in rig.emitted]
+    assert told == [{MODEL: rig.engine.kv_capacity - each} for each in used[BLOCKS - 1 :: BLOCKS]]
+    assert len(set(used)) > 1
+
+
+def test_of_a_model_that_keeps_no_kv_gateways_hear_nothing_of_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(HashEngine, "kv_share", lambda engine, model: 0)
+    monkeypatch.setattr(HashEngine, "keeps", lambda engine, *part: False)
+    rig = Rig()
+    rig.submit(submit("r", WHOLE, max_tokens=1))
+    rig.run()
+    rig.steps.flush()
+    assert [tokens.kv_free for _, tokens in rig.emitted] == [{}]
+
+
 def test_nothing_to_run_is_no_step() -> None:
     rig = Rig()
     assert not rig.step()
