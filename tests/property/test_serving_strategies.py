@@ -67,6 +67,26 @@ def test_paths_are_feasible(name: str, data: st.DataObject) -> None:
         loading = replace(loading, previous=paths)
 
 
+@given(loading=loadings(), again=st.data())
+def test_live_scaling_keeps_pairs_and_gives_each_other_target_to_who_has_the_fewest(
+    loading: Loading, again: st.DataObject
+) -> None:
+    loading = replace(loading, max_stages=2)
+    for _ in range(2):
+        paths = SERVING["zigzag"](loading)
+        had = {p.stages[0][0]: p.stages[1][0] for p in loading.previous if len(p.stages) == 2}
+        pairs = {p.stages[0][0]: p.stages[1][0] for p in paths if len(p.stages) == 2}
+        assert all(pairs[n] == had[n] for n in pairs.keys() & had.keys())
+        counts = [list(pairs.values()).count(node) for node in loading.replicas]
+        before = [list(had.values()).count(node) for node in loading.replicas]
+        if pairs:
+            assert max(counts) - min(counts) <= max(1, *before)
+        whole = frozenset(range(loading.blocks))
+        node = again.draw(st.integers(0, len(loading.held) - 1))
+        held = [whole if n == node else have for n, have in enumerate(loading.held)]
+        loading = replace(loading, held=held, previous=paths)
+
+
 @given(data=st.data())
 def test_a_pool_of_nodes_of_half_the_speed_has_half_the_capacity(data: st.DataObject) -> None:
     """Speeds are relative: the paths stay, their weights scale."""

@@ -5,7 +5,7 @@ ARRIVALS of about 200 bytes each are 20 MB at most; COUNTS and RATES of about 15
 """
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from itertools import islice
 from typing import TypeVar
 
@@ -79,43 +79,39 @@ class Chronicle:
         """An empty one if nothing is known."""
         return self._trails.get(event) or Trail()
 
-    def on_blocks(self, event: EventId, node: NodeId, landings: Iterable[Landing]) -> None:
+    def on_blocks(self, event: EventId, node: NodeId, landings: Sequence[Landing]) -> None:
         trail = self._trails.get(event)
         if trail is None:
             return
         names = self._names
         node = names.setdefault(node, node)
-        for landing in landings:
-            if not self._has_room(event):
-                trail.forgotten += 1
-                continue
-            self._kept += 1
-            trail.arrivals.append(
-                Arrival(
-                    node,
-                    landing.block,
-                    names.setdefault(landing.source, landing.source),
-                    landing.transport,
-                    landing.started_ns,
-                    landing.first_byte_ns,
-                    landing.finished_ns,
-                    landing.ready_ns,
-                )
+        kept = landings[: self._room(event, len(landings))]
+        self._kept += len(kept)
+        trail.forgotten += len(landings) - len(kept)
+        trail.arrivals += [
+            Arrival(
+                node,
+                landing.block,
+                names.setdefault(landing.source, landing.source),
+                landing.transport,
+                landing.started_ns,
+                landing.first_byte_ns,
+                landing.finished_ns,
+                landing.ready_ns,
             )
+            for landing in kept
+        ]
 
-    def _has_room(self, event: EventId) -> bool:
-        """Whether one more arrival of this event is kept. Those of older events make room."""
-        if self._kept < ARRIVALS:
-            return True
+    def _room(self, event: EventId, wanted: int) -> int:
+        """How many more arrivals of this event are kept, if so many are wanted. Those of older
+        events make room."""
         for known, trail in self._trails.items():
-            if known == event:
-                return False
-            if trail.arrivals:
-                self._kept -= len(trail.arrivals)
-                trail.forgotten += len(trail.arrivals)
-                trail.arrivals = []
-                return True
-        return False
+            if self._kept + wanted <= ARRIVALS or known == event:
+                break
+            self._kept -= len(trail.arrivals)
+            trail.forgotten += len(trail.arrivals)
+            trail.arrivals = []
+        return max(0, min(wanted, ARRIVALS - self._kept))
 
     def on_token(self, message: FirstPartialToken) -> None:
         trail, instance = self._trails.get(message.event), InstanceId(message.instance)

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from collections.abc import Set as AbstractSet
 from math import inf
 from statistics import median_low
+from typing import TypeVar
 
 from services.planner.core.arrivals import Arrivals
 from services.planner.core.kv_traffic import KvTraffic
@@ -47,6 +48,7 @@ LOAD_BYTES_PER_S = 1e9
 """What a disk is taken to read if no node has measured it."""
 REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
+_Key = TypeVar("_Key", ModelId, int)
 
 
 class Cluster:
@@ -62,8 +64,8 @@ class Cluster:
         """The nodes, of any generation, that say they hold something of the model."""
         self._in_memory: dict[ModelId, set[NodeId]] = {}
         """Those of them that hold something of it in memory."""
-        self._on_disk: dict[ModelId, dict[NodeId, int]] = {}
-        """How many blocks of each model the nodes have on disk, those that have any."""
+        self._on_disk: dict[ModelId, dict[int, set[NodeId]]] = {}
+        """The nodes that have something of each model on disk, by the number of its blocks."""
         self._whole_on_disk: dict[ModelId, tuple[int, frozenset[NodeId]]] = {}
         """Answers of `whole_on_disk` that still hold, with the number of the model's blocks. Disks
         have many models and change seldom."""
@@ -253,12 +255,12 @@ class Cluster:
             del said.models[model]
         if (on_disk := held.get(Tier.DISK)) != before.get(Tier.DISK):
             self._whole_on_disk.pop(model, None)
-            counts = self._on_disk.setdefault(model, {})
-            if on_disk is None:
-                del counts[node]
-            else:
-                counts[node] = len(on_disk)
-            if not counts:
+            by_count = self._on_disk.setdefault(model, {})
+            if (was := before.get(Tier.DISK)) is not None:
+                _list(by_count, len(was), node, there=False)
+            if on_disk is not None:
+                _list(by_count, len(on_disk), node, there=True)
+            if not by_count:
                 del self._on_disk[model]
         if (on_device := held.get(Tier.GPU)) is None:
             said.on_device.pop(model, None)
@@ -415,8 +417,7 @@ class Cluster:
     def _with_whole(self, model: ModelId, blocks: int) -> frozenset[NodeId]:
         if self._speaking is None:
             self._speaking = frozenset(filter(self._speaks, self._said))
-        counts = self._on_disk.get(model, {}).items()
-        return self._speaking.intersection([node for node, count in counts if count == blocks])
+        return self._speaking.intersection(self._on_disk.get(model, {}).get(blocks, ()))
 
     def out_bytes_per_s(self, node: NodeId) -> float:
         """The rate at which a live node sends, as it states or has measured it; 0: not known."""
@@ -457,15 +458,13 @@ class Cluster:
         for model, (blocks, nodes) in self._whole_on_disk.items():
             holders_on_disk = self.holders(model, [Tier.DISK]).items()
             assert nodes == {node for node, held in holders_on_disk if len(held) == blocks}
-        on_disk = {
-            model: {
-                node: len(said.models[model][Tier.DISK])
-                for node, said in self._said.items()
-                if Tier.DISK in said.models.get(model, {})
-            }
-            for model in self._holders
-        }
-        assert {model: counts for model, counts in on_disk.items() if counts} == self._on_disk
+        on_disk: dict[ModelId, dict[int, set[NodeId]]] = {}
+        for node, said in self._said.items():
+            for model, held in said.models.items():
+                if (blocks_there := held.get(Tier.DISK)) is not None:
+                    by_count = on_disk.setdefault(model, {})
+                    by_count.setdefault(len(blocks_there), set()).add(node)
+        assert on_disk == self._on_disk
         for model, fastest in self._fastest.items():
             assert fastest == self._fastest_of(model)
         holders: dict[ModelId, set[NodeId]] = {}
@@ -514,11 +513,11 @@ def _memory(held: Mapping[Tier, Blocks]) -> tuple[bool, bool]:
     return there, lends
 
 
-def _list(index: dict[ModelId, set[NodeId]], model: ModelId, node: NodeId, *, there: bool) -> None:
-    """Whether the node is among those of the model. No set that is empty is kept."""
+def _list(index: dict[_Key, set[NodeId]], key: _Key, node: NodeId, *, there: bool) -> None:
+    """Whether the node is among those under the key. No set that is empty is kept."""
     if there:
-        index.setdefault(model, set()).add(node)
+        index.setdefault(key, set()).add(node)
         return
-    index[model].discard(node)
-    if not index[model]:
-        del index[model]
+    index[key].discard(node)
+    if not index[key]:
+        del index[key]

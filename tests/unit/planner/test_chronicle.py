@@ -108,6 +108,20 @@ def test_arrivals_are_bounded_and_the_oldest_event_loses_its_own(
     assert known.trail(EventId("unknown")).arrivals == []
 
 
+def test_of_a_report_that_has_no_room_the_first_blocks_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(chronicle, "ARRIVALS", 4)
+    known = Chronicle()
+    for event, blocks in (("a", 2), ("b", 1), ("c", 3), ("c", 2)):
+        known.begin(EventId(event))
+        reports = [arrival(event, block) for block in range(blocks)]
+        known.on_blocks(EventId(event), NodeId("node-1"), reports)
+    trails = [known.trail(EventId(event)) for event in "abc"]
+    assert [trail.forgotten for trail in trails] == [2, 1, 1]
+    assert [[each.block for each in trail.arrivals] for trail in trails] == [[], [], [0, 1, 2, 0]]
+
+
 def test_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chronicle, "EVENTS", 2)
     monkeypatch.setattr(chronicle, "ARRIVALS", 2)

@@ -1,7 +1,10 @@
 """Ways to serve while loading: who may be a stage, when paths open, and what it is worth."""
 
+import cProfile
+import pstats
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import replace
 
 import pytest
 
@@ -158,6 +161,22 @@ def test_live_scaling_shares_complete_nodes_out_between_targets() -> None:
     shares = sorted(weight for stages, weight in paths.items() if len(stages) == 2)
     assert shares == pytest.approx([0.95, 0.95, 1.9])
     assert serve("zigzag", [EVERY, first(4)], max_stages=1) == {((0, 0, B),): 1.0}
+
+
+@pytest.mark.parametrize("complete", [1, 100])
+@pytest.mark.parametrize("name", ["zigzag", "pools"])
+def test_a_plan_for_twice_as_many_nodes_takes_twice_as_many_calls(name: str, complete: int) -> None:
+    """An event of a thousand nodes plans its paths again and again."""
+
+    def calls(loads: int) -> int:
+        held = [EVERY] * complete + [first(1 + node % (B - 1)) for node in range(loads)]
+        loading = Loading(held, B, [1.0] * len(held), frozenset(range(complete)), 4, 0.02)
+        before = SERVING[name](loading)
+        profile = cProfile.Profile()
+        profile.runcall(SERVING[name], replace(loading, previous=before))
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls(1000) < 2.5 * calls(500)
 
 
 def test_live_scaling_keeps_pairs() -> None:

@@ -37,7 +37,8 @@ def _chosen(loading: Loading) -> tuple[WeightedPath, ...]:
 def _only_pairs(loading: Loading) -> bool:
     """Whether all paths that serve now are of a node and a complete one."""
     shared = [path.stages for path in loading.previous if len(path.stages) > 1]
-    return all(len(stages) == 2 and stages[1][0] in loading.replicas for stages in shared)
+    complete = frozenset(loading.replicas)
+    return all(len(stages) == 2 and stages[1][0] in complete for stages in shared)
 
 
 def _sum(paths: Iterable[WeightedPath]) -> float:

@@ -5,7 +5,9 @@ two stages for each target, over a complete node. It is made for chains, in whic
 from the first block on.
 """
 
+from collections import Counter
 from collections.abc import Mapping
+from heapq import heapify, heapreplace
 
 from services.planner.core.paths import REPLICA_FLOOR, WeightedPath, run_end
 from services.planner.core.serving.loading import Loading, beside_replicas
@@ -18,11 +20,11 @@ def live_scaling(loading: Loading) -> tuple[WeightedPath, ...]:
         return beside_replicas(loading, ())
     blocks = loading.blocks
     partners = _partners(loading)
+    targets = Counter(partners.values())
     found: list[WeightedPath] = []
     for target, source in partners.items():
         first = run_end(loading.held[target], 0)
-        targets = sum(other == source for other in partners.values())
-        share = (1 - REPLICA_FLOOR) / targets * loading.speeds[source]
+        share = (1 - REPLICA_FLOOR) / targets[source] * loading.speeds[source]
         weight = min(loading.speeds[target] * blocks / first, share * blocks / (blocks - first))
         found.append(WeightedPath(((target, 0, first), (source, first, blocks)), weight))
     return beside_replicas(loading, found)
@@ -35,9 +37,16 @@ def _partners(loading: Loading) -> Mapping[int, int]:
         node for node, have in enumerate(loading.held) if 0 in have and len(have) < loading.blocks
     ]
     had = {path.stages[0][0]: path.stages[1][0] for path in loading.previous if path.stages[1:]}
-    partners = {target: had[target] for target in targets if had.get(target) in replicas}
+    complete = frozenset(replicas)
+    partners = {target: had[target] for target in targets if had.get(target) in complete}
+    if not replicas:
+        return partners
+    taken = Counter(partners.values())
+    fewest = [(taken[replica], replica) for replica in replicas]
+    heapify(fewest)
     for target in targets:
-        if target not in partners and replicas:
-            taken = list(partners.values())
-            partners[target] = min(replicas, key=taken.count)
+        if target not in partners:
+            count, replica = fewest[0]
+            partners[target] = replica
+            heapreplace(fewest, (count + 1, replica))
     return partners
