@@ -46,7 +46,11 @@ class BenchFailed(LambdaScaleError):
     code = "bench_failed"
 
 
-def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
+def measure(
+    settings: Settings,
+    say: Callable[[str], None],
+    planner: type[PlannerService] = PlannerService,
+) -> list[Row]:
     telemetry.configure("bench", TelemetryConfig(log_level="off"))
     rows = []
     for count in settings.nodes:
@@ -59,7 +63,8 @@ def measure(settings: Settings, say: Callable[[str], None]) -> list[Row]:
         gc.collect()
         gc.set_threshold(GARBAGE)
         loop = MeteredLoop()
-        rows.append(_in_virtual_time(loop, Bench(scene, loop, say).row(settings.window_s)))
+        row = Bench(scene, loop, say, planner).row(settings.window_s)
+        rows.append(_in_virtual_time(loop, row))
     return rows
 
 
@@ -69,10 +74,17 @@ def _in_virtual_time(loop: MeteredLoop, work: Coroutine[Any, Any, Row]) -> Row:
 
 
 class Bench:
-    def __init__(self, scene: Scene, loop: MeteredLoop, say: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        scene: Scene,
+        loop: MeteredLoop,
+        say: Callable[[str], None],
+        planner: type[PlannerService],
+    ) -> None:
         self._scene = scene
         self._loop = loop
         self._say = say
+        self._planner = planner
         self._broker = CountingBroker()
         self._services: dict[str, Service] = {}
         self._over = asyncio.Event()
@@ -94,7 +106,7 @@ class Bench:
         planner = PlannerConfig(idle_s=3600.0)
         registry = RegistryConfig(durable_copies=1)  # nothing is copied beside what is measured
         self._serve(REGISTRY, lambda bus: RegistryService(bus, registry))
-        self._serve(PLANNER, lambda bus: PlannerService(bus, planner))
+        self._serve(PLANNER, lambda bus: self._planner(bus, planner))
         gateway = GatewayConfig(check_s=0.0)
         self._serve(GATEWAY, lambda bus: GatewayService(bus, gateway, listen=False))
         await self._until_known()
