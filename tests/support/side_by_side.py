@@ -146,7 +146,8 @@ class _Processes:
             for process in list(self._live):
                 if process.connection in ready:
                     self._hear(process)
-                elif process.fork.exitcode is not None:
+                elif process.fork.exitcode is not None and not process.connection.poll():
+                    # It has said all. Something that it has started holds its end open.
                     self._died(process)
 
     def _next_file(self, number: int) -> list[int]:

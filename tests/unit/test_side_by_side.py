@@ -69,6 +69,17 @@ def test_dies(): os.kill(os.getpid(), signal.SIGKILL)
 def test_after(): pass
 def test_last(): pass
 """
+LEAVES_A_CHILD = """
+import os, pathlib, signal, time
+
+def test_dies():
+    if (child := os.fork()) == 0:
+        time.sleep(600)
+    (pathlib.Path(__file__).parent / "child").write_text(str(child))
+    os.kill(os.getpid(), signal.SIGKILL)
+
+def test_after(): pass
+"""
 WAITS = """
 import pathlib, subprocess, time
 
@@ -133,17 +144,35 @@ def test_fixtures_end_once_where_they_began(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("processes", ["1", "2"])
+@pytest.mark.parametrize("processes", ["1", "4"])
 def test_a_process_that_dies_fails_its_test_and_no_other(tmp_path: Path, processes: str) -> None:
-    (tmp_path / "test_a.py").write_text(DIES)
-    (tmp_path / "test_b.py").write_text(DIES.replace("after", "again"))
+    for name in "abcdefgh":
+        (tmp_path / f"test_{name}.py").write_text(DIES)
     said = run(tmp_path, "--processes", processes)
-    assert "2 failed, 6 passed" in said
-    assert "the process that ran it ended (status -9)" in said
-    assert sorted(re.findall("^FAILED (.*) - ", said, re.MULTILINE)) == [
-        "test_a.py::test_dies",
-        "test_b.py::test_dies",
-    ]
+    assert "8 failed, 24 passed" in said
+    assert said.count("the process that ran it ended (status -9)") == 2 * 8  # and in the summary
+    failed = re.findall("^FAILED (.*) - ", said, re.MULTILINE)
+    assert sorted(failed) == [f"test_{name}.py::test_dies" for name in "abcdefgh"]
+
+
+def test_a_process_that_dies_and_leaves_a_child(tmp_path: Path) -> None:
+    """The child holds open what the process has spoken through."""
+    (tmp_path / "test_a.py").write_text(LEAVES_A_CHILD)
+    said = tmp_path / "said"
+    try:
+        with said.open("w") as output:
+            done = subprocess.run(
+                command(tmp_path, "--processes", "1"),
+                cwd=tmp_path,
+                env=ENVIRONMENT,
+                stdout=output,
+                check=False,
+                timeout=120,
+            )
+        assert done.returncode == 1
+        assert "1 failed, 1 passed" in said.read_text()
+    finally:
+        os.kill(int((tmp_path / "child").read_text()), signal.SIGKILL)
 
 
 def test_it_stops_after_the_first_failure_when_told(tmp_path: Path) -> None:
