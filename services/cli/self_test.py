@@ -33,8 +33,10 @@ FAST = (
 """Pure cores, and shells over a bus in memory. None of them needs torch or other processes."""
 SLOW = "test_boundary.py"
 """Files among those that take too long: every handler meets every kind of failure."""
-THOROUGH = "LAMBDASCALE_TEST_THOROUGH"
-"""The variable that `--thorough` sets: tests then try more (tests/support/amounts.py)."""
+AMOUNT = "LS_TEST_AMOUNT"
+"""The variable that says how much tests try (tests/support/amounts.py): `--fast` sets it to FEW,
+`--thorough` to MUCH. (With the prefix of settings, services would refuse it.)"""
+FEW, MUCH = "fast", "thorough"
 KEEPS_NO_BYTECODE = "PYTHONDONTWRITEBYTECODE"
 """Images of Python often set it."""
 SOME_FAILED = 1
@@ -87,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
         if _start([*command, *(checked or ["."])]).wait()
     ]
     alone: list[str] = []
-    environment = {THOROUGH: "1"} if args.thorough else {}
+    environment = {AMOUNT: FEW if args.fast else MUCH if args.thorough else ""}
     pytest = ["pytest", *_pytest_arguments(args.rest, paths, fast=args.fast)]
     with (
         _start(["mypy", *checked], stdout=subprocess.PIPE) as types,
@@ -170,8 +172,7 @@ def _pytest_arguments(rest: Sequence[str], paths: Sequence[Path], *, fast: bool)
         return list(rest)
     count = workers(os.cpu_count() or 1, fast=fast)
     side_by_side = ["-p", "tests.support.side_by_side", "--processes", str(count), *rest]
-    less = ["--hypothesis-profile=fast", f"--ignore-glob=*/{SLOW}"]  # tests/conftest.py
-    return [*side_by_side, *less, *FAST] if fast else side_by_side
+    return [*side_by_side, f"--ignore-glob=*/{SLOW}", *FAST] if fast else side_by_side
 
 
 def _paths(rest: Sequence[str]) -> list[Path]:

@@ -37,6 +37,7 @@ from shared.ids import GatewayId, InstanceId, ModelId, ModelName, NodeId, Reques
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Role, Stage
 from shared.messages.load import GatewayLoad
 from shared.messages.serving import AttemptFailed, Sampling, Submit, Token, Tokens
+from tests.support.amounts import examples
 
 MODEL, NAME = ModelId("m0"), ModelName("m")
 INSTANCES = 6
@@ -340,7 +341,7 @@ def settle(made: World) -> None:
     raise AssertionError("never settles")
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 @given(st.data())
 def test_a_killer_takes_two_nodes_and_nobody_else_is_refused(draw: st.DataObject) -> None:
     made = world(draw)

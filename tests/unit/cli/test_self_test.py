@@ -78,12 +78,13 @@ def test_amounts() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "expected"), [([], (2, [1], 40)), (["--thorough"], (3, [1, 2], 320))]
+    ("arguments", "expected"),
+    [([], (2, [1], 40)), (["--fast"], (2, [1], 14)), (["--thorough"], (3, [1, 2], 320))],
 )
-def test_a_thorough_run_tries_more(
+def test_a_thorough_run_tries_more_and_a_fast_one_less(
     arguments: list[str], expected: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delenv(self_test.THOROUGH, raising=False)
+    monkeypatch.delenv(self_test.AMOUNT, raising=False)
     test = tmp_path / "test_amounts.py"
     test.write_text(HOW_MANY.replace("EXPECTED", repr(expected)))
     how = [*arguments, "-p", "tests.conftest", "-p", "no:cacheprovider", str(test)]
