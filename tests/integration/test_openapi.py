@@ -15,7 +15,7 @@ CHECKS = (
     "response_headers_conformance", "response_schema_conformance", "unsupported_method",
 )  # fmt: skip
 EXAMPLES = str(amount(8, thorough=15))
-"""Of each endpoint."""
+"""The number of random requests to each endpoint."""
 
 
 async def test_a_real_gateway_keeps_to_its_document(tmp_path: Path, checkpoint: Path) -> None:

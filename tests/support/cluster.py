@@ -106,7 +106,7 @@ class Running:
         )
 
     async def scale(self, count: int) -> ScaleAccepted:
-        """Asks the planner for so many instances, as an operator does."""
+        """Asks the planner for this number of instances, as an operator does."""
         message = SetInstances(name=MODEL, instances=count)
         return await self.bus.request(
             subjects.PLANNER_SCALE, message, ScaleAccepted, timeout=LIMIT_S

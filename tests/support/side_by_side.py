@@ -29,7 +29,7 @@ from tests.support.dealing import Dealing
 PATIENCE_S = 30.0
 """Seconds in which a process that is told to stop ends its test, and what the test has started."""
 LOOK_S = 1.0
-"""Every so many seconds the first process looks whether the others live."""
+"""Seconds after which the first process looks again whether the others live."""
 
 
 # What a process sends.

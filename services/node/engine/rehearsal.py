@@ -23,8 +23,8 @@ from services.node.engine.team import Meet, Rehearse, Team, use_threads
 from shared.step_costs import StepCosts
 
 INPUTS, OUTPUTS = 4096, 16384
-"""Of the matrix that is read: 256 MiB of float32. The cache of a large server holds so much of
-64 MiB that they are read twice as fast as a model's weights."""
+"""The shape of the matrix that is read: 256 MiB of float32. A matrix of 64 MiB lies mostly in the
+cache of a large server, and is read twice as fast as a model's weights."""
 LAYERS = 16
 READS = 4
 TIMES = 10

@@ -103,8 +103,8 @@ class Chronicle:
         ]
 
     def _room(self, event: EventId, wanted: int) -> int:
-        """How many more arrivals of this event are kept, if so many are wanted. Those of older
-        events make room."""
+        """How many of `wanted` more arrivals of this event are kept. Arrivals of older events make
+        room for them."""
         for known, trail in self._trails.items():
             if self._kept + wanted <= ARRIVALS or known == event:
                 break

@@ -33,7 +33,7 @@ from tests.support.amounts import cases
 from tests.unit.node.engine.paged import CAPACITY, LONGEST, config, spans_of
 
 Shape = tuple[torch.dtype, tuple[int, int, int]]
-"""Of what type, and (heads, KV heads, head_dim)."""
+"""The type of the weights, and (heads, KV heads, head_dim)."""
 LLAMA: Shape = (torch.bfloat16, (32, 8, 128))
 """Llama-3-8B's."""
 SHAPES = cases(
