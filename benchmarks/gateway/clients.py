@@ -19,6 +19,8 @@ TIMEOUT_S = 300.0
 CONNECTING = 200
 """How many connect at a time, fewer than may wait at a server."""
 _END = b"[DONE]"
+_ERROR = b'{"error":'
+"""How the event begins with which a stream fails. The stream's end follows it, too."""
 
 
 class Came(msgspec.Struct):
@@ -39,6 +41,7 @@ class _Stream(asyncio.Protocol):
         self._came = came
         self._first = b""
         self._tail = b""
+        self._error = b""
         self.done = asyncio.Event()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -52,17 +55,19 @@ class _Stream(asyncio.Protocol):
             came.open += 1
             came.most_open = max(came.most_open, came.open)
         came.events += data.count(b'"text":')
+        if (at := data.find(_ERROR)) >= 0:
+            self._error = data[at:]
         self._tail = (self._tail + data)[-32:]
         if _END in self._tail:
             self._transport.close()
 
     def connection_lost(self, exc: Exception | None) -> None:
         came = self._came
-        if _END in self._tail:
+        if _END in self._tail and not self._error:
             came.ended += 1
         else:
             came.failed += 1
-            said = self._first[-300:].decode(errors="replace") or repr(exc)
+            said = (self._error or self._first)[-300:].decode(errors="replace") or repr(exc)
             came.first_failure = came.first_failure or said
         came.open -= bool(self._first)
         self.done.set()
