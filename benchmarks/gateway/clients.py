@@ -56,7 +56,7 @@ class _Stream(asyncio.Protocol):
             came.most_open = max(came.most_open, came.open)
         came.events += data.count(b'"text":')
         if (at := data.find(_ERROR)) >= 0:
-            self._error = data[at:]
+            self._error = data[at:].partition(b"\n")[0]
         self._tail = (self._tail + data)[-32:]
         if _END in self._tail:
             self._transport.close()
