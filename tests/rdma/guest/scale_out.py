@@ -2,8 +2,8 @@
 
 Starts nats-server, and runs the services of control in this process; the two nodes are started by
 others. Arguments: a checkpoint; a file of prompts and of the tokens that must follow them (JSON).
-Ends with 0 if node-1 took the model by RDMA over the wire, and both the gateway and node-1 itself
-gave the right tokens.
+Says "all tokens are right" if node-1 took the model by RDMA over the wire, and both the gateway and
+node-1 itself gave the right tokens.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from shared import subjects
 from shared.bus.base import On
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.bus.nats import NatsBus
-from shared.config import BusConfig, Config, GatewayConfig
+from shared.config import BusConfig, Config, GatewayConfig, RegistryConfig
 from shared.ids import GatewayId, InstanceId, ModelName, NodeId, RequestId
 from shared.messages import Ok
 from shared.messages.instances import Stage
@@ -55,6 +55,7 @@ def node_settings(node: NodeId, host: str, device: str, gid_index: int) -> dict[
         # An emulated processor would take minutes to compile kernels.
         "LAMBDASCALE_NODE_CPU_WEIGHTS": "stored",
         "LAMBDASCALE_NODE_LEASE_S": "10",
+        "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",  # a keeper is one more Python to start
         "LAMBDASCALE_NODE_RDMA_DEVICE": device,
         "LAMBDASCALE_NODE_RDMA_GID_INDEX": str(gid_index),
     }
@@ -84,7 +85,11 @@ def start_server(directory: Path) -> None:
 @asynccontextmanager
 async def control() -> AsyncIterator[NatsBus]:
     """Registry, planner and gateway, each with a bus of its own; and one for us."""
-    config = Config(bus=BusConfig(url=BUS_URL, connect_timeout_s=LIMIT_S))
+    config = Config(
+        bus=BusConfig(url=BUS_URL, connect_timeout_s=LIMIT_S),
+        # With a copy on its own disk, node-1 need not take the model over the wire.
+        registry=RegistryConfig(durable_copies=1),
+    )
     async with AsyncExitStack() as opened:
         for role in ("registry", "planner", "gateway"):
             bus = await opened.enter_async_context(NatsBus(config.bus, role))
