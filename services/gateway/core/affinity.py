@@ -1,9 +1,10 @@
 """Which instance has the beginning of a request's KV already, if the request may go there.
 
-A request with a session goes to its session's home, the same at every gateway (`ring`). Any other
-goes where most of its prompt was computed before, as far as this gateway knows (`prefixes`), or
-else where its adapter ran last, which then need not be loaded (`carriers`). Either way only if that
-costs nobody anything:
+A request with a session goes to its session's home, the same at every gateway (`ring`), or where
+the session was last (`sessions`) if more of the prompt was computed there. Any other goes where
+most of its prompt was computed before, as far as this gateway knows (`prefixes`), or else where its
+adapter ran last, which then need not be loaded (`carriers`). Either way only if that costs nobody
+anything:
 
 - The instance has room (`is_free`): what could begin elsewhere never waits for a prefix.
 - It has fewer tokens left to prefill than the request saves there. So the first token comes no
@@ -42,7 +43,7 @@ def prefer(table: Table, request: Request, now: float) -> Kept | None:
     """The instance that the request's KV speaks for. None: load decides."""
     homes: Iterator[NodeId] = iter(())
     if request.session:
-        homes = islice(table.ring.homes(request.session), STAND_INS)
+        homes = _homes(table, request)
     return (
         _home(table, request, islice(homes, 1), now)
         or _holder(table, request, now)
@@ -53,12 +54,29 @@ def prefer(table: Table, request: Request, now: float) -> Kept | None:
 
 def learn(table: Table, request: Request, route: Route) -> None:
     """The instance has computed the KV of the request's prompt, and of its tokens so far."""
+    if request.session:
+        table.sessions.learn(request.session, route.instance.leader)
     if request.adapter:
         table.carriers.learn(request.adapter, route.instance.leader)
     if route.instance.is_replica and _has_prefix(request):
         tokens = (*request.prompt, *request.tokens) if request.tokens else request.prompt
         marks = marks_of(tokens, _marks(request), request.adapter)
         table.prefixes.learn(marks, route.instance.leader)
+
+
+def _homes(table: Table, request: Request) -> Iterator[NodeId]:
+    """The nodes of the request's session, the best first."""
+    homes = islice(table.ring.homes(request.session), STAND_INS)
+    last = table.sessions.last(request.session)
+    home = next(homes, None)
+    if home is None:
+        return
+    if last is not None and last != home and _has_prefix(request):
+        saved = {node: n for n, nodes in table.prefixes.find(_marks(request)) for node in nodes}
+        if saved.get(last, 0) > saved.get(home, 0):
+            yield last
+    yield home
+    yield from homes
 
 
 def _home(table: Table, request: Request, nodes: Iterator[NodeId], now: float) -> Kept | None:

@@ -7,6 +7,7 @@ from services.gateway.core.others import NONE, Work
 from services.gateway.core.prefixes import Prefixes
 from services.gateway.core.ring import Ring, points_of
 from services.gateway.core.routes import AHEAD_S, PROMPTS_AHEAD, Node, Place, Route, Total
+from services.gateway.core.sessions import Sessions
 from shared.ids import InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Role
 from shared.slots import weight
@@ -36,6 +37,7 @@ class Table:
         """The replicas and groups, by their leaders."""
         self.prefixes = Prefixes()
         self.carriers = Carriers()
+        self.sessions = Sessions()
         self._points: dict[NodeId, int] = {}
         """How many points each replica that serves has on the ring."""
         self._ring: Ring | None = None

@@ -2,6 +2,7 @@
 
 from random import Random
 
+import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,7 @@ from services.gateway.core.affinity import BOUND, LIGHT, learn, prefer
 from services.gateway.core.prefixes import PART
 from services.gateway.core.requests import Request
 from services.gateway.core.routing import choose
+from services.gateway.core.sessions import Sessions
 from services.gateway.core.table import Table
 from shared.ids import ModelId
 from shared.messages.instances import InstanceState
@@ -92,6 +94,32 @@ def test_a_session_has_the_same_home_at_every_gateway_and_after_a_new_set() -> N
     assert stand_in != home
     one.apply(instance_set(1, 3, *many))
     assert preferred(one, asking(session="s")) == home, "it is back"
+
+
+def test_a_session_stays_where_its_kv_is_when_its_home_changes() -> None:
+    """A replica that becomes slower has fewer points on the ring, so that some sessions move."""
+    before = replica(1), replica(2)
+    table = table_of(*((each, 0, 0) for each in before))
+    homes = {f"s{i}": preferred(table, asking(session=f"s{i}")) for i in range(50)}
+    slower = msgspec.structs.replace(replica(1), capacity=0.5)
+    after = table_of((slower, 0, 0), (replica(2), 0, 0))
+    moved = next(s for s, home in homes.items() if home != preferred(after, asking(session=s)))
+    (node,) = (each for each in before if each.id == homes[moved])
+    learn(table, asking("first", session=moved), table.routes[node.id])
+    table.apply(instance_set(1, 2, slower, replica(2)))
+    second = asking("second", (*PROMPT, 1, 2), session=moved)
+    assert preferred(table, second) == node.id
+    assert preferred(table, asking("other", PROMPT[1:], session=moved)) != node.id, "a new chat"
+    assert preferred(table, asking("new", session="another")) is not None
+    table.routes[node.id].prefill(len(PROMPT) + 3)
+    assert preferred(table, second) not in (None, node.id), "it could begin at its home"
+
+
+def test_sessions_that_were_not_used_lately_are_forgotten() -> None:
+    sessions, node = Sessions(known=2), replica(1).leader
+    for name in ("a", "b", "a", "c"):
+        sessions.learn(name, node)
+    assert [sessions.last(name) for name in ("a", "b", "c")] == [node, None, node]
 
 
 def test_what_could_begin_elsewhere_does_not_wait_for_its_kv() -> None:
