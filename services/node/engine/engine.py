@@ -114,7 +114,7 @@ class TorchEngine:
         self._ranks = ranks
         self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
         host = KvHost(kv_host_bytes, self._device, token_s) if kv_host_bytes else None
-        self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
+        self._kv = KvCache(kv, self._device, ranks.kv(self._device) if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
         self._adapter_memory = Recycled()

@@ -24,6 +24,7 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Bell
 from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
+from services.node.engine.kv_memory import KvMemory
 from services.node.engine.linear import Form
 from services.node.engine.orders import (
     AttachBlock,
@@ -114,8 +115,12 @@ class Ranks(RankProcesses):
 
     # --- what they share ----------------------------------------------------
 
-    def cache(self, nbytes: int) -> torch.Tensor:
-        """New memory for KV, for all ranks. CapacityExceeded: there is none."""
+    def kv(self, device: torch.device) -> KvMemory:
+        """Where KV lies that all ranks read and write."""
+        return KvMemory(device, self._new_cache)
+
+    def _new_cache(self, nbytes: int) -> torch.Tensor:
+        """CapacityExceeded: there is none."""
         self._cache = self.share(nbytes, UseCache())
         return self._cache
 
