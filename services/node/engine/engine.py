@@ -29,12 +29,13 @@ from services.node.engine.kv_loan import KvLoan
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.ops import TorchOps
+from services.node.engine.orders import CloseModel, DropAdapter
 from services.node.engine.processors import Processor, Processors
 from services.node.engine.ranks import Lead, LeadDecoder, Ranks
 from services.node.engine.share import WHOLE
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
-from services.node.engine.team import CloseModel, DropAdapter, use_threads
+from services.node.engine.team import use_threads
 from services.node.engine.text_encoder import TextEncoder
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
@@ -113,7 +114,7 @@ class TorchEngine:
         self._ranks = ranks
         self._packed = PackedBlocks(shelf or Shelf(), self._form, compiled, kept_bytes)
         host = KvHost(kv_host_bytes, self._device, token_s) if kv_host_bytes else None
-        self._kv = KvCache(kv, self._device, ranks.cache if ranks else None, host)
+        self._kv = KvCache(kv, self._device, ranks.kv(self._device) if ranks else None, host)
         self._models: dict[ModelId, Model] = {}
         self._adapters: dict[ModelId, Adapter] = {}
         self._adapter_memory = Recycled()

@@ -23,7 +23,7 @@ one of the slab. So the memory begins with a slab that no model has and nobody w
 
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 from hashlib import blake2b
 
@@ -35,6 +35,7 @@ from services.node.engine.base import SequenceKey
 from services.node.engine.budget import KvBudget
 from services.node.engine.kv_host import KvHost, Pair, page_of
 from services.node.engine.kv_loan import KvLoan
+from services.node.engine.kv_memory import KvMemory
 from services.node.engine.kv_model import KvModel
 from services.node.engine.kv_sequence import KvSequence, Restoring
 from services.node.engine.pages import Pages
@@ -51,18 +52,16 @@ class KvCache:
         self,
         budget: KvBudget | int,
         device: torch.device,
-        allocate: Callable[[int], torch.Tensor] | None = None,
+        kept: KvMemory | None = None,
         host: KvHost | None = None,
     ) -> None:
-        """`allocate`: where the memory comes from, if not from torch. `host`: keeps what is evicted
+        """`kept`: where it is kept, if not on `device` alone. `host`: keeps what is evicted
         here."""
         self.changes = 0
         """Grows when sequences end: whatever was planned with an older value is outdated."""
         self._budget = budget
         self._device = device
-        self._allocate = allocate or (
-            lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
-        )
+        self._kept = kept or KvMemory(device)
         self.host = host
         self._memory: torch.Tensor | None = None
         self._slabs = Slabs(0)
@@ -191,7 +190,7 @@ class KvCache:
         if self._device.type == "cuda" and count > 1:  # memory takes room there even if not used
             count -= 1
         try:
-            self._memory = self._allocate((count + 1) * nbytes)
+            self._memory = self._kept.allocate((count + 1) * nbytes)
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"the memory for KV caches, {count * nbytes} bytes, cannot be allocated: lower "
@@ -396,9 +395,8 @@ class KvCache:
         if sequence.layers and new > 0:
             sequence.pages += self._take(sequence, new)
             if self._models[sequence.model_id].erased:
-                last = sequence.pages[-1] * PAGE
                 layers = self.of_layers(sequence.model_id, sequence.layers)
-                layers[:, last : last + PAGE].zero_()
+                self._kept.erase(sequence.model_id, layers, sequence.pages[-1:])
         sequence.length, sequence.proposed = end, proposed
 
     def run_on(self, sequence: KvSequence, stop: int, layers: range) -> None:
@@ -410,8 +408,7 @@ class KvCache:
         # The page in which it ends, and those that it had for proposed tokens.
         last = sequence.pages[sequence.length // PAGE :]
         if new and last and self._models[sequence.model_id].erased:
-            paged = torch.unflatten(self.of_layers(sequence.model_id, new), 1, (-1, PAGE))
-            paged[:, last] = 0
+            self._kept.erase(sequence.model_id, self.of_layers(sequence.model_id, new), last)
         sequence.blocks, sequence.layers = (sequence.blocks[0], stop), layers
 
     def _move(self, sequence: KvSequence, layers: range) -> None:
@@ -427,10 +424,9 @@ class KvCache:
         except CapacityExceeded:
             sequence.pages, sequence.parts, sequence.shift = had, parts, shift
             raise
-        for layer in model.view(sequence.layers) if had else ():
-            paged = layer.unflatten(0, (-1, PAGE))
-            # It may have had further ones, for proposed tokens that were taken back.
-            paged[sequence.pages] = paged[had[: len(sequence.pages)]]
+        if had:  # perhaps further ones too, for proposed tokens that were taken back
+            so_far = model.view(sequence.layers)
+            self._kept.copy(sequence.model_id, so_far, had, sequence.pages)
         for page in reversed(had):
             self._give_back(model.pages, page + shift)
 

@@ -21,11 +21,7 @@ from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.linear import Form
 from services.node.engine.model import Model
-from services.node.engine.processors import Processors
-from services.node.engine.rehearsal import Times, rehearse
-from services.node.engine.share import Share
-from services.node.engine.shared_pages import PackedBlocks
-from services.node.engine.team import (
+from services.node.engine.orders import (
     AttachBlock,
     Channel,
     CloseModel,
@@ -39,15 +35,15 @@ from services.node.engine.team import (
     Plan,
     Rehearse,
     Run,
-    Shared,
-    Team,
     UseAdapter,
     UseCache,
     UseRoom,
-    head_room,
-    use_threads,
-    write_share,
 )
+from services.node.engine.processors import Processors
+from services.node.engine.rehearsal import Times, rehearse
+from services.node.engine.share import Share
+from services.node.engine.shared_pages import PackedBlocks
+from services.node.engine.team import Shared, Team, head_room, use_threads, write_share
 from services.node.engine.weights import check_manifest
 from services.node.memory.shelf import Shelf
 from shared.errors import as_typed

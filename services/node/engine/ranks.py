@@ -10,11 +10,6 @@ Where the degree is a fixed one, that ends the node. Where each model has its ow
 with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
 """
 
-import os
-import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,13 +24,10 @@ from services.node.engine.attention import Span
 from services.node.engine.base import Bell
 from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
+from services.node.engine.kv_memory import KvMemory
 from services.node.engine.linear import Form
-from services.node.engine.share import Share
-from services.node.engine.step import Step, plan_step
-from services.node.engine.team import (
+from services.node.engine.orders import (
     AttachBlock,
-    Channel,
-    Done,
     DropCache,
     Head,
     Meet,
@@ -43,50 +35,35 @@ from services.node.engine.team import (
     Order,
     Plan,
     Run,
-    Shared,
-    Team,
     UseAdapter,
     UseCache,
     UseRoom,
-    head_room,
-    prepare,
-    write_share,
 )
+from services.node.engine.rank_processes import RankProcesses
+from services.node.engine.share import Share
+from services.node.engine.step import Step, plan_step
+from services.node.engine.team import Shared, Team, head_room, prepare, write_share
 from services.node.engine.weights import HeadUnit, LayerUnit
-from services.node.memory.views import Memory, find
-from shared.errors import (
-    BadInput,
-    ConfigError,
-    EngineFailed,
-    LambdaScaleError,
-    from_code,
-)
+from services.node.memory.views import Memory
+from shared.errors import ConfigError, EngineFailed, LambdaScaleError
 from shared.ids import ModelId
 from shared.layout import Manifest
 
+RANK = "services.node.engine.rank"
 
-class Ranks:
+
+class Ranks(RankProcesses):
     """All processes of a node that run models with this one."""
 
     def __init__(self, degrees: Sequence[int], arena: Memory) -> None:
         """`degrees`: those of the teams. `arena`: what blocks lie in."""
-        self.spare = False
-        """Whether the node can do without any of the teams."""
+        super().__init__(max(degrees), arena)
         self.on_loss: Callable[[], None] = lambda: None
         """Is called after teams were lost, on any thread."""
         self.teams: dict[int, Lead] = {}
         """By degree. Empty before the start. Those that are lost are among them until `settle`."""
         self._degrees = tuple(degrees)
         self._place = prepare(degrees)
-        self._arena = arena
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._channels: list[Channel] = []
-        self._left = max(degrees)
-        """A team that has more ranks than this is lost."""
-        self._ending = threading.Lock()
-        """Guards `_left` and `loss`."""
-        self.loss = ""
-        """How the rank ended that ended first; empty: none did. Any thread may read it."""
         self._cache = torch.empty(0)
 
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
@@ -102,8 +79,9 @@ class Ranks:
                 f"node.cpu_weights to packed or int8, and install a C compiler (apt install gcc)"
             )
         self.teams = {n: Lead(self, Share(0, n), self._place, threads) for n in self._degrees}
-        for rank in range(1, most):
-            self._start(rank, threads, form, kept_bytes)
+        arguments = ",".join(map(str, self._degrees)), threads, form, kept_bytes
+        for _ in range(1, most):
+            self._start(RANK, arguments, [self._place.descriptor])
         self._place.close()
         try:
             self.hear(most)
@@ -112,42 +90,7 @@ class Ranks:
                 raise
             self.settle()
 
-    def _start(self, rank: int, threads: int, form: Form, kept_bytes: int) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        degrees = ",".join(map(str, self._degrees))
-        with theirs:
-            inherited = theirs.fileno(), self._place.descriptor, self._arena.descriptor
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "services.node.engine.rank"),
-                    *map(str, (rank, degrees, threads, form, kept_bytes, os.getpid())),
-                    *map(str, inherited),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
-            )
-        self._processes.append(process)
-        self._channels.append(Channel(ours, answers=True))
-        name = f"rank-{rank}"
-        threading.Thread(target=self._watch, args=(rank, process), name=name, daemon=True).start()
-
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
-        code = process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        self._lose(rank, f"its rank {rank} (process {process.pid}) ended with {how}")
-
-    def _gone(self, rank: int) -> None:
-        """Nobody listens at the other end: the rank ends, if it has not ended yet."""
-        process = self._processes[rank - 1]
-        process.kill()
-        self._watch(rank, process)
-
-    def _lose(self, rank: int, why: str) -> None:
-        """The rank has ended, or will. Any thread may call it, also again."""
-        with self._ending:
-            if rank >= self._left:
-                return  # the teams that it was in are lost already
-            self._left, self.loss = rank, self.loss or why
+    def _release(self, rank: int) -> None:
         if self.spare:  # else the node ends, and so does whoever waits for this rank
             compiled = kernels.load()
             assert compiled is not None
@@ -157,20 +100,9 @@ class Ranks:
             self.on_loss()
 
     @property
-    def broken(self) -> str:
-        """Why nothing can be run any more; empty: it can. Any thread may read it."""
-        return "" if self.spare else self.loss
-
-    @property
     def degrees(self) -> tuple[int, ...]:
         """Those of the teams that are not lost; all, if they are not spare."""
         return tuple(n for n in self._degrees if n <= self._left or not self.spare)
-
-    def give_up(self, why: str) -> None:
-        """Loses all teams. Any thread may call it."""
-        self._lose(1, why)
-        for process in tuple(self._processes):
-            process.kill()
 
     def settle(self) -> None:
         """Once this returns, nobody does anything for a team that is lost."""
@@ -181,51 +113,14 @@ class Ranks:
                 self.teams[left].meet()
         self.teams = {degree: self.teams[degree] for degree in self.degrees}
 
-    @property
-    def processes(self) -> tuple[int, ...]:
-        """Their ids, without this one's."""
-        return tuple(process.pid for process in self._processes)
+    # --- what they share ----------------------------------------------------
 
-    def close(self) -> None:
-        with self._ending:
-            self._left = 1
-        self._end(1)
+    def kv(self, device: torch.device) -> KvMemory:
+        """Where KV lies that all ranks read and write."""
+        return KvMemory(device, self._new_cache)
 
-    def _end(self, first: int) -> None:
-        """Ends the ranks from this one on."""
-        for process in self._processes[first - 1 :]:
-            process.kill()
-        for process in self._processes[first - 1 :]:
-            process.wait()
-        for channel in self._channels[first - 1 :]:
-            channel.close()
-        del self._processes[first - 1 :], self._channels[first - 1 :]
-
-    # --- orders -------------------------------------------------------------
-
-    def tell(self, order: Order, descriptor: int | None = None, *, degree: int = 0) -> None:
-        """`degree`: of the team that is told; 0: all ranks are. EngineFailed: one has ended, where
-        the teams are not spare. If they are, whoever waits for the team will know."""
-        for rank, channel in enumerate(self._of(degree), start=1):
-            try:
-                channel.send(order, descriptor)
-            except OSError as error:
-                self._gone(rank)
-                if not self.spare:
-                    raise self.failed() from error
-
-    def offset(self, weights: object) -> int:
-        """Where in the arena a block lies. BadInput: it does not."""
-        found = find([self._arena], weights) if isinstance(weights, memoryview) else None
-        if found is None:
-            raise BadInput("ranks take only blocks that lie in the arena")
-        return found[1]
-
-    def _of(self, degree: int) -> list[Channel]:
-        return self._channels[: degree - 1] if degree else self._channels
-
-    def cache(self, nbytes: int) -> torch.Tensor:
-        """New memory for KV, for all ranks. CapacityExceeded: there is none."""
+    def _new_cache(self, nbytes: int) -> torch.Tensor:
+        """CapacityExceeded: there is none."""
         self._cache = self.share(nbytes, UseCache())
         return self._cache
 
@@ -253,27 +148,6 @@ class Ranks:
         shared = Shared.new(nbytes)
         self.tell(order, shared.descriptor, degree=degree)
         return shared.bytes
-
-    def hear(self, degree: int) -> list[LambdaScaleError]:
-        """Waits for an answer from each rank of the team. EngineFailed: one has ended."""
-        errors: list[LambdaScaleError] = []
-        lost = False
-        for rank, channel in enumerate(self._of(degree), start=1):
-            try:
-                done, _ = channel.receive()
-            except (OSError, EOFError):
-                self._gone(rank)
-                lost = True
-                continue
-            assert isinstance(done, Done)
-            if done.code:
-                errors.append(from_code(done.code, done.text))
-        if lost:
-            raise self.failed()
-        return errors
-
-    def failed(self) -> EngineFailed:
-        return EngineFailed(f"a team of ranks is lost: {self.loss}")
 
 
 class Lead(Team):

@@ -17,9 +17,10 @@ from services.node.core.degrees import degrees_for
 from services.node.engine import kernels
 from services.node.engine.huge_pages import HugePages
 from services.node.engine.linear import Form, Packed
+from services.node.engine.orders import Meet, Rehearse
 from services.node.engine.ranks import Lead, Ranks
 from services.node.engine.share import WHOLE, Among
-from services.node.engine.team import Meet, Rehearse, Team, use_threads
+from services.node.engine.team import Team, use_threads
 from shared.step_costs import StepCosts
 
 INPUTS, OUTPUTS = 4096, 16384

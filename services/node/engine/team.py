@@ -7,29 +7,20 @@ T is the first T ranks. Each model has one, and teams of several degrees may be 
 import ctypes
 import mmap
 import os
-import socket
-import struct
 import weakref
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate
-from typing import Any
 
-import msgspec
 import torch
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
 from services.node.engine.linear import Packed
 from services.node.engine.share import Share
-from services.node.engine.step import Int32s, StepPlan
 from services.node.engine.weights import HeadUnit
 from shared.errors import CapacityExceeded, EngineFailed
-from shared.ids import ModelId
-from shared.layout import Manifest
 
 ALIGN = 64
-_LENGTH = struct.Struct("I")
 
 
 class Shared:
@@ -95,177 +86,6 @@ class Team:
 
     def _grown(self, nbytes: int) -> torch.Tensor:
         raise EngineFailed(f"{nbytes} shared bytes are wanted, for which rank 0 has made no room")
-
-
-# --- what rank 0 says ---------------------------------------------------------
-
-
-class _Order(msgspec.Struct, frozen=True, tag=True):
-    pass
-
-
-class UseRoom(_Order, frozen=True):
-    """Take this memory for what passes between the ranks of this team. Its descriptor comes
-    along."""
-
-    degree: int
-
-
-class UseCache(_Order, frozen=True):
-    """The same, for KV of all models."""
-
-
-class DropCache(_Order, frozen=True):
-    """No model needs it any more."""
-
-
-class Meet(_Order, frozen=True):
-    """Come to a meeting, and do nothing."""
-
-    degree: int
-
-
-class Rehearse(_Order, frozen=True):
-    """Do your part of a rehearsal (rehearsal.py)."""
-
-    degree: int
-    devices: int
-
-
-class OpenModel(_Order, frozen=True):
-    model: ModelId
-    degree: int
-    manifest: Manifest
-    longest: int
-    """See Decoder."""
-    devices: int
-    """How many devices give their threads to the model."""
-
-
-class AttachBlock(_Order, frozen=True):
-    """Make your share of the block runnable. It is answered by Done."""
-
-    model: ModelId
-    block: int
-    offset: int
-    """Where the block's bytes begin in the arena."""
-
-
-class CloseModel(_Order, frozen=True):
-    model: ModelId
-    asleep: bool
-
-
-class Plan(_Order, frozen=True):
-    """The rows of the steps that follow."""
-
-    model: ModelId
-    plan: StepPlan
-
-
-class Run(_Order, frozen=True):
-    """Run layers of these blocks."""
-
-    block: int
-    count: int
-    cache_at: int
-    """Where the KV of their first layer lies in the cache, in bytes."""
-    cache_step: int
-    """How far on the next layer's lies."""
-
-
-class Head(_Order, frozen=True):
-    """Multiply your share of the head with this number of rows."""
-
-    model: ModelId
-    rows: int
-
-
-class UseAdapter(_Order, frozen=True):
-    """Make your share of an adapter runnable. The memory with its block's bytes comes along."""
-
-    name: ModelId
-    degree: int
-    manifest: Manifest
-    base: dict[str, Any]
-    """The config of its base."""
-
-
-class DropAdapter(_Order, frozen=True):
-    name: ModelId
-
-
-Order = (
-    UseRoom
-    | UseCache
-    | DropCache
-    | Meet
-    | Rehearse
-    | OpenModel
-    | AttachBlock
-    | CloseModel
-    | UseAdapter
-    | DropAdapter
-    | Plan
-    | Run
-    | Head
-)
-
-
-class Done(msgspec.Struct, frozen=True):
-    code: str = ""
-    """The error's code. It is empty if there was no error."""
-    text: str = ""
-
-
-def _to_bytes(numbers: Int32s) -> bytes:
-    return numbers.tobytes()
-
-
-def _from_bytes(kind: type, data: bytes) -> Int32s:
-    return array("i", data)
-
-
-class Channel:
-    """Messages over a socket. EOFError or OSError: the other end is gone."""
-
-    def __init__(self, connection: socket.socket, *, answers: bool) -> None:
-        """`answers`: those are what comes; else orders come."""
-        self._connection = connection
-        self._encode = msgspec.msgpack.Encoder(enc_hook=_to_bytes).encode
-        self._decode: Callable[[bytes], object] = (
-            msgspec.msgpack.Decoder(Done)
-            if answers
-            else msgspec.msgpack.Decoder(Order, dec_hook=_from_bytes)
-        ).decode
-
-    def send(self, message: Order | Done, descriptor: int | None = None) -> None:
-        data = self._encode(message)
-        data = _LENGTH.pack(len(data)) + data
-        with_it = [] if descriptor is None else [descriptor]
-        sent = socket.send_fds(self._connection, [data], with_it)
-        self._connection.sendall(memoryview(data)[sent:])
-
-    def receive(self) -> tuple[object, int | None]:
-        """A message, and the descriptor that came with it, which the caller closes."""
-        head, descriptors, _, _ = socket.recv_fds(self._connection, _LENGTH.size, 1)
-        head += self._read(_LENGTH.size - len(head)) if head else b""
-        if not head:
-            raise EOFError
-        message = self._decode(self._read(*_LENGTH.unpack(head)))
-        return message, descriptors[0] if descriptors else None
-
-    def close(self) -> None:
-        self._connection.close()
-
-    def _read(self, nbytes: int) -> bytes:
-        data = b""
-        while len(data) < nbytes:
-            more = self._connection.recv(nbytes - len(data), socket.MSG_WAITALL)
-            if not more:
-                raise EOFError
-            data += more
-        return data
 
 
 def head_room(

@@ -19,9 +19,9 @@ from services.node.engine.budget import KvBudget
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv_host import KvHost
 from services.node.engine.linear import Form
+from services.node.engine.orders import Meet
 from services.node.engine.ranks import Ranks
 from services.node.engine.rehearsal import measure
-from services.node.engine.team import Meet
 from services.node.memory.arena import Arena
 from shared.errors import BadInput, ConfigError, EngineFailed, UnsupportedModel
 from shared.ids import NO_ADAPTER, ModelId
