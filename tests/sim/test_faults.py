@@ -48,8 +48,8 @@ SPEC = ClusterSpec(
     slots=4,
     anticipate=False,  # then copies that are not needed are known to leave memory
 )
-TOKENS = 30
-BURST = tuple(Arrival(1 + 0.02 * number, "model", 20, TOKENS) for number in range(48))
+TOKENS = 20
+BURST = tuple(Arrival(1 + 0.02 * number, "model", 20, TOKENS) for number in range(36))
 """Takes all nodes: the event begins some 0.3 s after it, and takes a good 5 s."""
 LOADING_S = 3.0
 
@@ -79,7 +79,7 @@ def test_without_faults_one_event_takes_every_node() -> None:
     log = log_of()
     assert count(log, "is complete, revision") == 2  # the first replica's, and this one
     assert count(log, "VIOLATED") == 0
-    assert count(log, "ended, 30 tokens$") == len(BURST)
+    assert count(log, f"ended, {TOKENS} tokens$") == len(BURST)
     assert log.count("at rest") == 1
 
 
@@ -301,11 +301,12 @@ def test_a_request_that_kills_its_node_is_tried_once_more_and_refused(
     log = log_of(requests=requests)
     assert count(log, "^node-[0-9] dead, killed by req-") == 2
     assert count(log, "^req-[0-9]+ ended, .* request_kills_nodes") == 1
-    assert count(log, "ended, 30 tokens$") == len(requests) - 1
+    assert count(log, f"ended, {TOKENS} tokens$") == len(requests) - 1
 
 
 def test_requests_that_kill_their_nodes_one_after_the_other() -> None:
-    requests = [replace(each, kills_at=3) if n in (4, 7) else each for n, each in enumerate(BURST)]
+    longer = [replace(each, output_tokens=30) for each in BURST]
+    requests = [replace(each, kills_at=3) if n in (4, 7) else each for n, each in enumerate(longer)]
     log = log_of(requests=requests[:12])
     assert count(log, "^req-[0-9]+ ended, .* request_kills_nodes") == 2
     assert count(log, "ended, 30 tokens$") == 10

@@ -102,7 +102,7 @@ def test_models_whose_groups_have_no_room_beside_each_other_take_turns(devices: 
     """Neither may hold a part of what the other waits for: both would wait for ever."""
     models = tuple(model("demo", name) for name in ("model", "other"))
     spec = replace(SPEC, models=models, nodes=devices, min_instances=0)
-    asked = (Arrival(1 + 0.5 * n, name.name, 20, 40) for n in range(60) for name in models)
+    asked = (Arrival(1 + 0.5 * n, name.name, 20, 40) for n in range(30) for name in models)
     served = {record.name for record in events(run(requests=tuple(asked), spec=spec))}
     assert served == {"model", "other"}
 

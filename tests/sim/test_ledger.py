@@ -40,7 +40,7 @@ def of_burst(verdict: Verdict) -> tuple[float, EventRecord]:
 @pytest.mark.parametrize(
     ("nodes", "blocks", "min_instances"),
     cases(
-        [(2, 1, 1), (3, 16, 0), (8, 16, 1)],
+        [(2, 1, 1), (3, 16, 0), (5, 16, 1)],
         thorough=product((2, 3, 8), (1, 16), (0, 1)),
     ),
 )

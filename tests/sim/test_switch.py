@@ -32,7 +32,7 @@ SLOW = replace(
 )
 ANSWER = 300
 """Tokens: more than half a minute's."""
-REQUESTS = tuple(Arrival(1 + 0.02 * number, "model", 100, ANSWER) for number in range(24))
+REQUESTS = tuple(Arrival(1 + 0.02 * number, "model", 100, ANSWER) for number in range(14))
 
 
 @dataclass
