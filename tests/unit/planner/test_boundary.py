@@ -113,7 +113,7 @@ def still_scales(driver: Driver) -> None:
 
 
 @given(data=st.data())
-@settings(max_examples=examples(15))
+@settings(max_examples=examples(8))
 @pytest.mark.parametrize("kind", HEARD, ids=lambda kind: kind.__name__)
 def test_what_makes_no_sense_holds_no_other_model_up(
     kind: type[Message], data: st.DataObject

@@ -125,7 +125,7 @@ NONSENSE = {
 
 
 @pytest.mark.parametrize(("subject", "kind"), REQUESTS.items())
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_requests_that_make_no_sense_are_refused_by_type(
     subject: str, kind: type[Message], data: st.DataObject
@@ -140,7 +140,7 @@ def test_requests_that_make_no_sense_are_refused_by_type(
     in_a_world(work)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(12))
 @given(statuses=st.lists(well_framed(NodeStatus, **LIKELY), min_size=1, max_size=5))
 def test_reports_that_make_no_sense_harm_nobody(statuses: list[NodeStatus]) -> None:
     async def work(world: World) -> None:
@@ -153,7 +153,7 @@ def test_reports_that_make_no_sense_harm_nobody(statuses: list[NodeStatus]) -> N
     in_a_world(work)
 
 
-@settings(max_examples=examples(30))
+@settings(max_examples=examples(12))
 @given(
     infos=st.lists(well_framed(NodeInfo, **(LIKELY | {"node": ["b"]})), min_size=1, max_size=5),
     junk=st.binary(max_size=8) | st.sampled_from([b"\x81\xa4node\xa1\xff", b"\x91" * 100_000]),

@@ -32,7 +32,7 @@ def test_a_kind_has_a_tag_of_its_own(kind: type[Message]) -> None:
 
 
 @by_kind
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_a_message_comes_back_as_it_was(kind: type[Message], data: st.DataObject) -> None:
     message = data.draw(WHOLE[kind])
@@ -120,7 +120,7 @@ def test_text_that_is_not_utf8_is_a_bad_message() -> None:
 
 
 @by_kind
-@settings(max_examples=examples(12))
+@settings(max_examples=examples(6))
 @given(data=st.data())
 def test_what_means_nothing_passes_the_decoder(kind: type[Message], data: st.DataObject) -> None:
     """So that the tests of boundaries (tests/support/malformed.py) test what can arrive."""
