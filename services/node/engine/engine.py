@@ -26,12 +26,13 @@ from services.node.engine.encoder import Encoder
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
 from services.node.engine.kv_loan import KvLoan
+from services.node.engine.leading import EngineRanks, Leads, LedDecoder
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.ops import TorchOps
 from services.node.engine.orders import CloseModel, DropAdapter
 from services.node.engine.processors import Processor, Processors
-from services.node.engine.ranks import Lead, LeadDecoder, Ranks
+from services.node.engine.ranks import Ranks
 from services.node.engine.share import WHOLE
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
@@ -86,7 +87,7 @@ class TorchEngine:
         kept_bytes: int = 0,
         kv_host_bytes: int = 0,
         token_s: Callable[[ModelId], float] = lambda model_id: 0.0,
-        ranks: Ranks | None = None,
+        ranks: EngineRanks | None = None,
         measure: Measure | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
@@ -131,6 +132,7 @@ class TorchEngine:
             )
             if measure is not None:
                 assert compiled is not None
+                assert isinstance(ranks, Ranks)
                 measured = measure(ranks, self._threads, self._form, compiled)
                 self._say_what_is_left(ranks)
         self._division = Division(ranks, measured, self._form, self._threads)
@@ -164,7 +166,7 @@ class TorchEngine:
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
-                config.n_kv_heads,
+                config.n_kv_heads // (self._ranks.kv_parts if self._ranks else 1),
                 config.head_dim,
                 kv_dtype(dtype, fused or compiled is not None),
                 weight=sum(block.nbytes for block in manifest.blocks),
@@ -173,7 +175,7 @@ class TorchEngine:
             )
             network = self._decoder(model_id, manifest, config, dtype, lead, devices)
             threads = self._division.threads(lead, devices)
-            if self._capture is not None:
+            if self._capture is not None and lead is None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(network, self._kv.longest(model_id), self._capture)
@@ -189,13 +191,13 @@ class TorchEngine:
         manifest: Manifest,
         config: ModelConfig,
         dtype: torch.dtype,
-        lead: Lead | None,
+        lead: Leads | None,
         devices: int,
     ) -> Decoder:
         """The model has its KV. `lead`: see `Division.lead`."""
         made: Callable[..., Decoder] = Decoder
         if lead is not None:
-            made = partial(LeadDecoder, model_id, manifest, lead, devices=devices)
+            made = partial(lead.decoder, model_id, manifest, devices=devices)
         return made(
             config,
             dtype,
@@ -260,13 +262,13 @@ class TorchEngine:
         network = model.network
         others: AbstractContextManager[None] = nullcontext()
         share = WHOLE
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             others, share = network.attaching(block, weights), network.share
         use_threads(model.threads)
         with others, self._packed.of(model_id, block, spec.nbytes, share) as pages:
             made = network.units(spec, weights, self._form, pages)
         model.blocks[block] = made
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             self._given.setdefault(model_id, {})[block] = weights
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
@@ -289,7 +291,7 @@ class TorchEngine:
                     self.attach(model_id, block, weights)
                     yield
 
-    def _say_what_is_left(self, ranks: Ranks) -> None:
+    def _say_what_is_left(self, ranks: EngineRanks) -> None:
         if ranks.loss:
             telemetry.logger("engine").warning(
                 "models are run by fewer processes from now on",
@@ -302,7 +304,7 @@ class TorchEngine:
         have to be attached anew, and its sequences keep their KV. False: it is not lost."""
         model = self._models[model_id]
         manifest, before = model.manifest, model.network
-        if not (isinstance(before, LeadDecoder) and before.lost):
+        if not (isinstance(before, LedDecoder) and before.lost):
             return False
         assert self._ranks is not None
         self._ranks.settle()
@@ -338,7 +340,7 @@ class TorchEngine:
         network = self._model(base).network if base else None
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             return lambda: partial(network.make_adapter, manifest)
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
@@ -368,7 +370,7 @@ class TorchEngine:
         if base is None or adapter.others is None:
             return adapter
         order, shared = adapter.others
-        share = base.network.share if isinstance(base.network, LeadDecoder) else WHOLE
+        share = base.network.share if isinstance(base.network, LedDecoder) else WHOLE
         if order.degree == share.of:
             return adapter
         made: Adapter = self.make_adapter(order.manifest)()(shared.bytes.numpy().data)
@@ -448,6 +450,8 @@ class TorchEngine:
         return self._kv.position_bytes(model_id)
 
     def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
+        if self._ranks is not None and self._ranks.kv_parts > 1:
+            raise NotFound(f"the KV of sequence {key} lies on several devices, and stays there")
         sequence = self._kv.find(key)
         if sequence is None:
             raise NotFound(f"there is no KV of sequence {key}")

@@ -1,0 +1,350 @@
+"""Decoders that ranks on several devices run together: transformers' tokens.
+
+The devices are CPUs here, and gloo sums for them: the same code as on GPUs but for NCCL, streams
+and the kernels (tests/gpu/test_device_ranks.py).
+"""
+
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path as Folder
+from typing import Any
+
+import pytest
+import torch
+
+from services.node.core.kv import PAGE
+from services.node.engine.budget import KvBudget
+from services.node.engine.device_ranks import DeviceLeadDecoder, DeviceRanks
+from services.node.engine.engine import TorchEngine
+from services.node.engine.kv_memory import KvMemory
+from services.node.engine.orders import TakeCache
+from services.node.engine.sliced import Summed
+from services.node.engine.weights import LayerUnit
+from services.node.memory.arena import Arena
+from shared.errors import BadInput, CapacityExceeded, EngineFailed, NotFound, UnsupportedModel
+from shared.ids import ModelId
+from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
+from tests.unit.node.engine.test_adapters import SPECS, Adapted
+from tests.unit.node.engine.test_against_transformers import FORMS
+from tests.unit.node.engine.test_ranks import FOUR_KV_HEADS, PROMPT, Divided
+
+COUNT = 12
+CPU = torch.device("cpu")
+FAMILIES = (
+    "gqa",
+    "biases",
+    "qwen2_tied",
+    "qwen3_window_in_listed_layers",
+    "qwen3_moe_mixed",
+    "mixtral",
+)
+LIMIT_S = 60.0
+
+
+class OnDevices(Divided):
+    """An engine whose ranks have a device each."""
+
+    def __init__(self, degree: int) -> None:
+        self.degree = degree
+        self._arena = Arena(8 << 20)
+        self.device_ranks = DeviceRanks([CPU] * degree, self._arena.memory)
+        self.engine = TorchEngine(
+            "cpu", KvBudget(8 << 20), threads=1, cpu_weights="stored", ranks=self.device_ranks
+        )
+
+    @contextmanager
+    def hosting(
+        self, name: ModelId, model: Model, order: Iterable[int] | None = None
+    ) -> Iterator[None]:
+        """In the context, the blocks lie in the arena and are attached, in this order."""
+        spans = [self._arena.allocate(len(buffer)) for buffer in model.buffers]
+        self.engine.open_model(name, model.manifest)
+        for block in range(model.n_blocks) if order is None else order:
+            spans[block].memory[:] = model.buffers[block]
+            self.engine.attach(name, block, spans[block].memory)
+        yield
+        for span in spans:
+            self._arena.free(span)
+
+
+@pytest.fixture(scope="module", params=(2, 4))
+def divided(request: pytest.FixtureRequest) -> Iterator[OnDevices]:
+    made = OnDevices(request.param)
+    yield made
+    made.device_ranks.close()
+
+
+def model_for(divided: OnDevices, form: str = "gqa", **changes: Any) -> Model:
+    heads = {} if divided.degree == 2 else FOUR_KV_HEADS
+    return make_model(seed=3, **{**FORMS[form], **heads, **changes})
+
+
+@pytest.mark.parametrize("form", FAMILIES)
+def test_the_tokens_of_transformers(divided: OnDevices, form: str) -> None:
+    model = model_for(divided, form)
+    with divided.holding(model) as path:
+        assert path.generate(PROMPT, COUNT) == model.expected_tokens(PROMPT, COUNT)
+
+
+def test_each_rank_has_its_slice_alone(divided: OnDevices) -> None:
+    """Also where sizes cannot be divided evenly: transformers' tokens show the others' slices."""
+    sizes: dict[str, Any] = {"intermediate_size": 200, "vocab_size": 101, "head_dim": 12}
+    model = model_for(divided, **sizes)
+    with divided.holding(model) as path:
+        network = divided.engine._models[MODEL].network
+        assert isinstance(network, DeviceLeadDecoder)
+        (layer,) = divided.engine._models[MODEL].layer_units(1)
+        assert isinstance(layer, LayerUnit)
+        assert isinstance(layer.o, Summed)
+        heads, hidden = model.oracle.config.num_attention_heads // divided.degree, 32
+        assert layer.o._own.weight.shape == (hidden, heads * 12)
+        assert path.generate(PROMPT, COUNT) == model.expected_tokens(PROMPT, COUNT)
+
+
+def test_bf16_is_near_to_fp32(divided: OnDevices) -> None:
+    model = model_for(divided, dtype="bfloat16")
+    with divided.holding(model) as path:
+        tokens = path.generate(PROMPT, COUNT)
+    assert len(tokens) == COUNT
+
+
+def test_blocks_of_several_units_in_any_order(divided: OnDevices) -> None:
+    model = model_for(divided, blocks=3)
+    order = random.Random(1).sample(range(model.n_blocks), k=model.n_blocks)
+    with divided.hosting(MODEL, model, order):
+        path = Path.__new__(Path)
+        path.stages = [(divided.engine, 0, model.n_blocks)]
+        assert path.generate(PROMPT, COUNT) == model.expected_tokens(PROMPT, COUNT)
+        divided.engine.close_model(MODEL)
+
+
+def test_a_path_over_nodes_of_one_and_of_several_devices(divided: OnDevices) -> None:
+    model = model_for(divided)
+    for cuts in ((2,), (1, 4)):
+        bounds = (0, *cuts, model.n_blocks)
+        for stage in range(len(bounds) - 1):
+            path = Path(model, cuts)
+            with divided.holding(model, *bounds[stage : stage + 2]) as one:
+                path.stages[stage] = one.stages[0]
+                assert path.generate(PROMPT, 8) == model.expected_tokens(PROMPT, 8)
+
+
+def test_batches_chunks_and_cached_prefixes(divided: OnDevices) -> None:
+    model = model_for(divided)
+    prompts = [PROMPT[:9], PROMPT[3:60], PROMPT[5:6]]
+    with divided.holding(model) as path:
+        engine, stop = divided.engine, model.n_blocks
+        tokens = [list[int](), list[int](), list[int]()]
+        for step in range(4):
+            rows = [
+                row(str(i), len(p) + step - 1 if step else 0, made[-1:] or p, draw=step)
+                for i, (p, made) in enumerate(zip(prompts, tokens, strict=True))
+            ]
+            for made, drawn in zip(tokens, path.run(rows), strict=True):
+                made += drawn
+        for prompt, made in zip(prompts, tokens, strict=True):
+            assert made == model.expected_tokens(prompt, 4)
+        run_all(engine, [part([row("cut", 0, PROMPT[:20])], 0, stop)])
+        last = run(engine, part([row("cut", 20, PROMPT[20:], draw=0)], 0, stop)).sampled[0]
+        assert list(last) == model.expected_tokens(PROMPT, 1)
+        whole = tuple(PROMPT[3:60])
+        found = engine.adopt(MODEL, "again", whole, 512)
+        assert found == len(whole) // PAGE * PAGE
+        (again,) = path.run([row("again", found, list(whole[found:]), draw=0)])
+        assert list(again) == model.expected_tokens(list(whole), 1)
+        engine.free(("0", "1", "2", "cut", "again"))
+
+
+def test_pages_that_other_sequences_had(divided: OnDevices) -> None:
+    """A sequence is preempted and begins again, in pages that are not empty."""
+    model = model_for(divided)
+    with divided.holding(model) as path:
+        for key in ("a", "b", "c"):
+            prompt = PROMPT[ord(key) % 3 :]
+            assert path.generate(prompt, 5, key) == model.expected_tokens(prompt, 5)
+            if key != "a":
+                divided.engine.free((key,))
+        divided.engine.free(("a",))
+
+
+def test_a_stage_that_runs_on_keeps_its_kv(divided: OnDevices) -> None:
+    """A row of the first two layers' blocks goes on to the end: its pages move, at all ranks."""
+    model = model_for(divided)
+    with divided.holding(model) as path:
+        first = run(divided.engine, part([row("s", 0, PROMPT)], 0, 3))
+        assert divided.engine.kv_parts(MODEL, 0, 3) == 2
+        rest = part([row("s", 0, PROMPT, draw=0)], 3, model.n_blocks, first.hidden)
+        tokens = list(run(divided.engine, rest).sampled[0])
+        position = len(PROMPT)
+        for step in range(1, 5):
+            ((token,),) = path.run([row("s", position, tokens[-1:], draw=step)])
+            tokens.append(token)
+            position += 1
+        assert tokens == model.expected_tokens(PROMPT, 5)
+
+
+def test_models_come_sleep_and_go_in_the_middle_of_a_step(divided: OnDevices) -> None:
+    model, other = model_for(divided), model_for(divided, "qwen2_tied")
+    engine, name = divided.engine, ModelId("other")
+    with divided.holding(model):
+        sweep, tokens = engine.begin(MODEL), list[int]()
+        with divided.hosting(name, other):
+            sweep.join(part([row("s", 0, PROMPT, draw=0)], 0, model.n_blocks))
+            for _ in range(2):  # the embedding, and a layer
+                sweep.advance()
+            engine.close_model(name, asleep=True)
+        sweep.advance()
+        with divided.hosting(name, other):
+            while not tokens:
+                for result in sweep.advance().values():
+                    tokens += result.sampled[0]
+            assert tokens == model.expected_tokens(PROMPT, 1)
+            one = part([row("t", 0, PROMPT, draw=0)], 0, other.n_blocks)
+            assert [*run(engine, one, name).sampled[0]] == other.expected_tokens(PROMPT, 1)
+            engine.close_model(name)
+
+
+def test_a_warm_up_is_done_by_all_ranks(divided: OnDevices) -> None:
+    """It may end early, and go on between the blocks of a step."""
+    model = model_for(divided, "mixtral")
+    with divided.holding(model) as path:
+        network = divided.engine._models[MODEL].network
+        assert isinstance(network, DeviceLeadDecoder)
+        pieces = network.warm_up()
+        for _ in range(3):
+            next(pieces)
+        sweep, tokens = divided.engine.begin(MODEL), list[int]()
+        sweep.join(part([row("s", 0, PROMPT, draw=0)], 0, model.n_blocks))
+        while not tokens:
+            next(pieces, None)
+            for result in sweep.advance().values():
+                tokens += result.sampled[0]
+        assert tokens == model.expected_tokens(PROMPT, 1)
+        divided.engine.free(("s",))
+        assert len([*pieces]) > 3
+        assert path.generate(PROMPT, 2) == model.expected_tokens(PROMPT, 2)
+
+
+# --- what it cannot do ---------------------------------------------------------
+
+
+def test_heads_that_cannot_be_divided_are_refused_by_name(divided: OnDevices) -> None:
+    one = make_model(**FORMS["mqa"])
+    why = f"node.tensor_parallel is {divided.degree}, which does not divide this model's 1 KV heads"
+    with pytest.raises(UnsupportedModel, match=why):
+        divided.engine.open_model(MODEL, one.manifest)
+    with divided.holding(model_for(divided)) as path:  # the engine goes on
+        path.generate(PROMPT, 2)
+
+
+def test_blocks_that_ranks_cannot_see_are_refused(divided: OnDevices) -> None:
+    model = model_for(divided)
+    with divided.holding(model, 0, 0), pytest.raises(BadInput, match="in the arena"):
+        divided.engine.attach(MODEL, 0, memoryview(bytearray(model.buffers[0])))
+
+
+def test_no_room_for_kv_at_another_rank(divided: OnDevices) -> None:
+    """It is told by name, and the next model opens."""
+    model = model_for(divided)
+    ranks = divided.device_ranks
+    allocate, told = KvMemory.allocate, ranks.tell
+
+    def telling(order: Any, *args: Any, **named: Any) -> None:
+        told(TakeCache(1 << 60) if isinstance(order, TakeCache) else order, *args, **named)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(ranks, "tell", telling)
+        with pytest.raises(CapacityExceeded, match=r"rank 1: .* on cpu: lower node.kv_bytes"):
+            divided.engine.open_model(MODEL, model.manifest)
+
+        def short(memory: KvMemory, nbytes: int) -> torch.Tensor:
+            return allocate(memory, 1 << 60)
+
+        patched.setattr(ranks, "tell", told)
+        patched.setattr(KvMemory, "allocate", short)
+        with pytest.raises(CapacityExceeded, match=r"be allocated: lower node.kv_bytes"):
+            divided.engine.open_model(MODEL, model.manifest)
+    with divided.holding(model) as path:
+        assert path.generate(PROMPT, 2) == model.expected_tokens(PROMPT, 2)
+
+
+def test_kv_stays_where_it_is(divided: OnDevices) -> None:
+    model = model_for(divided)
+    with divided.holding(model) as path:
+        path.run([row("s", 0, PROMPT, draw=0)])
+        with pytest.raises(NotFound, match="lies on several devices"):
+            divided.engine.lend("s", (0, model.n_blocks), 0, PAGE)
+
+
+def test_adapters_are_refused_by_name(divided: OnDevices, tmp_path: Folder) -> None:
+    model = model_for(divided)
+    with divided.holding(model):
+        adapted = Adapted(tmp_path, model)
+        with pytest.raises(UnsupportedModel, match="several GPUs run take no adapters"):
+            adapted.add(divided.engine, SPECS["all"])
+
+
+# --- what is lost ---------------------------------------------------------------
+
+
+def until(true: Any) -> None:
+    end = time.monotonic() + LIMIT_S
+    while not true():
+        assert time.monotonic() < end
+        time.sleep(0.001)
+
+
+def test_a_rank_that_is_killed_in_a_step_ends_it() -> None:
+    made = OnDevices(2)
+    ranks, model = made.device_ranks, make_model()
+    (rank,) = ranks.processes
+    with made.hosting(MODEL, model):
+        os.kill(rank, signal.SIGSTOP)
+
+        def kill() -> None:
+            time.sleep(0.2)  # or before, which does not matter: rank 0 waits for it in any case
+            os.kill(rank, signal.SIGKILL)
+
+        killer = threading.Thread(target=kill)
+        killer.start()
+        with pytest.raises(EngineFailed, match="signal 9"):
+            run(made.engine, part([row("s", 0, PROMPT, draw=0)], 0, model.n_blocks))
+        killer.join()
+        assert f"rank 1 (process {rank}) ended with signal 9" in ranks.broken
+        with pytest.raises(EngineFailed, match="signal 9"):
+            run(made.engine, part([row("t", 0, PROMPT, draw=0)], 0, model.n_blocks))
+    ranks.close()
+
+
+def test_ranks_that_are_out_of_step_are_given_up() -> None:
+    """Rank 0 fails within a layer, so that the others wait for it."""
+    made = OnDevices(2)
+    ranks, model = made.device_ranks, make_model()
+    with made.hosting(MODEL, model), pytest.MonkeyPatch.context() as patched:
+
+        def fail(*_: Any) -> None:
+            raise MemoryError("no room for the step")
+
+        patched.setattr(Summed, "add", fail)
+        with pytest.raises(EngineFailed, match="out of step: no room for the step"):
+            run(made.engine, part([row("s", 0, PROMPT, draw=0)], 0, model.n_blocks))
+    assert "out of step" in ranks.broken
+    until(lambda: all(process.poll() is not None for process in ranks._processes))
+    ranks.close()
+
+
+def test_a_rank_that_ends_before_it_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    start = DeviceRanks._start
+
+    def starting(self: DeviceRanks, *args: Any) -> None:
+        start(self, *args)
+        os.kill(self.processes[-1], signal.SIGKILL)
+
+    monkeypatch.setattr(DeviceRanks, "_start", starting)
+    with pytest.raises(EngineFailed, match="signal 9"):
+        OnDevices(2)
