@@ -1,6 +1,6 @@
 """The torch engine: attaches blocks as they arrive, and runs batches over any range of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,6 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.kv import PAGE, Need, Restoration, movable
-from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, AdapterRoom, read_adapter
 from services.node.engine.base import Context, MakeAdapter, SequenceKey, Weights
@@ -23,9 +21,9 @@ from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.devices import own_stream, torch_device
 from services.node.engine.division import Division
 from services.node.engine.encoder import Encoder
+from services.node.engine.engine_kv import EngineKv
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
-from services.node.engine.kv_loan import KvLoan
 from services.node.engine.leading import EngineRanks, Leads, LedDecoder
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
@@ -44,13 +42,12 @@ from services.node.memory.recycled import Recycled
 from services.node.memory.shelf import Shelf
 from shared import telemetry
 from shared.errors import (
-    CapacityExceeded,
     Conflict,
     EngineFailed,
     NotFound,
     UnsupportedModel,
 )
-from shared.ids import NO_ADAPTER, ModelId
+from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.parts import Part
 from shared.step_costs import StepCosts
@@ -63,7 +60,7 @@ Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[StepCosts, ...]]
 """See rehearsal.measure."""
 
 
-class TorchEngine:
+class TorchEngine(EngineKv):
     """Implements services.node.engine.base.Engine.
 
     On CPUs of one kind, a sequence's logits have the same bits in every batch, for every split of
@@ -416,143 +413,11 @@ class TorchEngine:
         if not asleep:
             self._packed.leave(model_id)
 
-    def receive(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> int:
-        blocks = (0, self._model(model_id).manifest.n_blocks)
-        layers = self._model(model_id).layers_with_kv(*blocks)
-        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.adopt(sequence, tokens)
-        try:
-            self._kv.extend(sequence, movable(len(tokens)) - found)
-        except CapacityExceeded:
-            self._kv.free((key,))
-            raise
-        return found
-
-    def receive_more(self, key: SequenceKey, end: int) -> None:
-        sequence = self._kv.find(key)
-        if sequence is not None and end > sequence.length:
-            self._kv.extend(sequence, end - sequence.length)
-
-    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
-        if sequence := self._kv.find(key):
-            self._kv.cut(sequence, len(tokens))
-            first = sequence.known * PAGE
-            self._kv.keep(sequence, first, tokens[first:])
-
-    def position_bytes(self, model_id: ModelId) -> int:
-        return self._kv.position_bytes(model_id)
-
-    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
-        if self._ranks is not None and self._ranks.kv_parts > 1:
-            raise NotFound(f"the KV of sequence {key} lies on several devices, and stays there")
-        sequence = self._kv.find(key)
-        if sequence is None:
-            raise NotFound(f"there is no KV of sequence {key}")
-        layers = self._model(sequence.model_id).layers_with_kv(*blocks)
-        loan = self._kv.lend(key, layers, first, stop)
-        if self._device.type == "cuda":  # the step that writes these pages may still run there
-            loan.written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            loan.written.record()
-        return loan
-
-    def give_back(self, loan: KvLoan) -> None:
-        loan.end()
-        self._kv.give_back(loan)
-
-    def adopt(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> int:
-        blocks = (0, self._model(model_id).manifest.n_blocks)
-        layers = self._model(model_id).layers_with_kv(*blocks)
-        if not layers:
-            return 0
-        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.adopt(sequence, tokens)
-        # Without a cached prefix, the sweep starts the sequence itself.
-        if not found:
-            self._kv.free((key,))
-        return found
-
-    def restorable(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> Restoration | None:
-        if self._kv.host is None or not tokens:
-            return None
-        sequence = self._kv.find(key)
-        if sequence is None:
-            blocks = (0, self._model(model_id).manifest.n_blocks)
-            layers = self._model(model_id).layers_with_kv(*blocks)
-            sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.restorable(sequence, tokens)
-        if not sequence.length and not (found and found.worth):
-            self._kv.free((key,))
-        return found
-
-    def restore(self, key: SequenceKey) -> tuple[int, bool]:
-        sequence = self._kv.find(key)
-        if sequence is None:
-            raise NotFound(f"there is no KV of sequence {key}")
-        more = self._kv.restore(sequence)
-        return sequence.length, more
-
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         self._kv.free(sequences)
         for model in self._models.values():
             model.processors.free(sequences)
             model.sums.free(sequences)
-
-    @property
-    def host_tier(self) -> HostTierLoad:
-        host = self._kv.host
-        if host is None:
-            return HostTierLoad()
-        return HostTierLoad(host.tier.nbytes, host.tier.used, host.saved, host.restored)
-
-    @property
-    def kv_used(self) -> int:
-        return self._kv.used
-
-    @property
-    def kv_capacity(self) -> int:
-        return self._kv.capacity
-
-    def kv_share(self, model_id: ModelId) -> int:
-        return self._kv.share(model_id)
-
-    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
-        model = self._models.get(model_id)
-        if model is None or stop > model.manifest.n_blocks:
-            return 1
-        return self._kv.parts(model_id, model.layers_with_kv(start, stop))
-
-    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
-        return self._kv.free_for(model_id, promised)
-
-    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
-        self._kv.make_room(wanted)
-
-    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
-        model = self._models.get(model_id)
-        if model is None or stop > model.manifest.n_blocks:
-            return True
-        return bool(model.layers_with_kv(start, stop))
 
     def begin(self, model_id: ModelId) -> TorchSweep:
         if self._kv.host is not None:
@@ -566,8 +431,3 @@ class TorchEngine:
         if model.graphs is not None and (layers := model.layer_units(block)):
             kv = self._kv.of_layers(model_id, model.layers(block, block + 1))
             model.graphs.prepare(block, layers, kv)
-
-    def _model(self, model_id: ModelId) -> Model:
-        if model_id not in self._models:
-            raise NotFound(f"model {model_id} is not open here")
-        return self._models[model_id]
