@@ -23,8 +23,8 @@ PATIENCE = timedelta(minutes=10)
 
 
 class Group:
-    """A rank's view. All ranks call the same in the same order. RuntimeError, or NCCL's own end of
-    this process: another rank is gone."""
+    """A rank's view. All ranks call the same in the same order. RuntimeError: another rank is
+    gone. (NCCL may wait for it instead, until `abort`.)"""
 
     def __init__(self, share: Share, devices: Sequence[torch.device], meeting: int) -> None:
         """Returns once all ranks are here. `devices`: of all ranks. `meeting`: the descriptor of a
@@ -59,6 +59,9 @@ class Group:
 
 def _backend(devices: Sequence[torch.device], store: Any, share: Share) -> Any:
     if devices[0].type == "cuda" and len(set(devices)) == len(devices):
+        # Else NCCL ends the process when a rank is lost, and a node could not hand its requests
+        # over. 2: it only ends what waits for that rank.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = PATIENCE
         return dist.ProcessGroupNCCL(store, share.rank, share.of, options)

@@ -97,6 +97,11 @@ class Decoder:
         self.rotations = Rotations(self.frequencies)
         self.adapters: Mapping[ModelId, Adapter] = adapters if adapters is not None else {}
 
+    @property
+    def weights_at(self) -> torch.device:
+        """Where the bytes of blocks lie that `units` takes."""
+        return self.device if self.group is None else torch.device("cpu")
+
     def refusal(self, row: Row) -> str:
         return (
             "a decoder's first state depends on nothing else" if row.pooling is Pooling.CLS else ""
@@ -117,7 +122,7 @@ class Decoder:
         n, tokens = sum(row.count for row in rows), [token for row in rows for token in row.tokens]
         if len(tokens) != n:
             raise BadInput(f"{len(tokens)} tokens for {n} positions")
-        return self.ops.look_up(unit.table, tokens).to(self.device)
+        return to_device(self.ops.look_up(unit.table, tokens), self.device)
 
     def step(self, spans: Sequence[Span]) -> Step:
         """A step over these rows. Only one step may be in use at a time."""

@@ -3,7 +3,9 @@ on a device of its own, as its node says (`device_ranks.py`). It ends with the t
 that started it.
 """
 
+import mmap
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import cast
 
@@ -38,9 +40,11 @@ from services.node.engine.orders import (
 from services.node.engine.processors import Processors
 from services.node.engine.share import Share
 from services.node.engine.step import Step
-from services.node.engine.team import Shared, use_threads
+from services.node.engine.team import use_threads
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import check_manifest
+from services.node.memory.page_lock import try_page_lock
+from shared import telemetry
 from shared.errors import CapacityExceeded, as_typed
 from shared.ids import ModelId
 
@@ -176,6 +180,19 @@ def spans_of(rows: Rows) -> list[Span]:
     return spans
 
 
+def mapped(descriptor: int, device: torch.device) -> torch.Tensor:
+    """The arena, page-locked for the device if that can be had. Nobody may write to it."""
+    memory = mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that nobody may
+        blocks = torch.frombuffer(memory, dtype=torch.uint8)
+    if device.type == "cuda":
+        why = try_page_lock(device, blocks.data_ptr(), len(blocks), read_only=True)
+        if why:
+            telemetry.logger("rank").warning(f"blocks go to {device} slower", why=why)
+    return blocks
+
+
 @torch.inference_mode()
 def main(argv: Sequence[str]) -> None:
     rank, devices, threads, parent, connection, meeting, arena = argv
@@ -185,10 +202,10 @@ def main(argv: Sequence[str]) -> None:
     share = Share(int(rank), len(every))
     if every[share.rank].type == "cuda":
         own_stream(every[share.rank])
+    blocks = mapped(int(arena), every[share.rank])
     channel.send(Done())
     group = Group(share, every, int(meeting))
-    seen = Shared(int(arena), copied=True)
-    obey(channel, DeviceRank(group, seen.bytes).obey)
+    obey(channel, DeviceRank(group, blocks).obey)
 
 
 if __name__ == "__main__":

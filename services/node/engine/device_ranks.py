@@ -44,7 +44,9 @@ from services.node.engine.step import Step
 from services.node.engine.team import Shared
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import HeadUnit, LayerUnit
-from services.node.memory.views import Memory
+from services.node.memory.page_lock import page_unlock, try_page_lock
+from services.node.memory.views import Memory, address
+from shared import telemetry
 from shared.errors import LambdaScaleError, UnsupportedModel
 from shared.ids import ModelId
 from shared.layout import Manifest
@@ -62,6 +64,8 @@ class DeviceRanks(EngineRanks):
         self.teams: dict[int, DeviceTeam] = {}
         self._devices = tuple(devices)
         self._cache = torch.empty(0)
+        self._locked = False
+        """Whether the arena is page-locked for this rank's device."""
 
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
         assert not spare
@@ -78,10 +82,23 @@ class DeviceRanks(EngineRanks):
         for _ in range(1, of):
             arguments = ",".join(map(str, self._devices)), max(1, threads // of)
             self._start(DEVICE_RANK, arguments, [meeting.descriptor])
+        self._lock_arena()
         for error in self.hear():
             raise error
         group = Group(Share(0, of), self._devices, meeting.descriptor)
         return DeviceTeam(self, group, threads)
+
+    def _lock_arena(self) -> None:
+        device, memory = self._devices[0], self._arena.view
+        if device.type == "cuda":
+            why = try_page_lock(device, address(memory), len(memory))
+            self._locked = not why
+            if why:
+                telemetry.logger("ranks").warning("blocks go to the devices slower", why=why)
+
+    @property
+    def staging(self) -> str:
+        return f"slices of the {'pinned ' if self._locked else ''}host arena"
 
     def _release(self, rank: int) -> None:
         for process in tuple(self._processes):
@@ -98,6 +115,9 @@ class DeviceRanks(EngineRanks):
 
     def close(self) -> None:
         super().close()
+        if self._locked:
+            page_unlock(self._devices[0], address(self._arena.view))
+            self._locked = False
         for team in self.teams.values():
             team.group.abort()
 
@@ -234,11 +254,7 @@ class DeviceLeadDecoder(LedDecoder):
         )
 
     def warm_up(self) -> Iterator[None]:
-        """See `warmup.warm_up`. All ranks do each piece."""
-        for _ in self._telling(warm_up(self._alone)):
-            yield
-
-    def _telling(self, pieces: Iterator[None]) -> Iterator[None]:
+        pieces = warm_up(self._alone)
         while True:
             self._team.tell(WarmUp(self._model))
             with self._team.together():

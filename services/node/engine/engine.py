@@ -231,7 +231,8 @@ class TorchEngine(EngineKv):
         others, except for 10 ms or more in the first step of a process."""
         model = self._model(model_id)
         if self._capture is not None:
-            for _ in warm_up(model.network):
+            network = model.network
+            for _ in network.warm_up() if isinstance(network, LedDecoder) else warm_up(network):
                 yield
                 if self._models.get(model_id) is not model:
                     return
@@ -261,6 +262,9 @@ class TorchEngine(EngineKv):
         share = WHOLE
         if isinstance(network, LedDecoder):
             others, share = network.attaching(block, weights), network.share
+        elif isinstance(weights, memoryview) and self._device.type == "cuda":
+            # No arena of the device has it, since ranks divide decoders.
+            weights = torch.frombuffer(weights, dtype=torch.uint8).to(self._device)
         use_threads(model.threads)
         with others, self._packed.of(model_id, block, spec.nbytes, share) as pages:
             made = network.units(spec, weights, self._form, pages)

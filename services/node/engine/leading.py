@@ -54,6 +54,10 @@ class LedDecoder(Decoder, ABC):
             raise errors[0]
 
     @abstractmethod
+    def warm_up(self) -> Iterator[None]:
+        """See `warmup.warm_up`. All ranks do each piece."""
+
+    @abstractmethod
     def make_adapter(self, manifest: Manifest, weights: memoryview) -> Adapter:
         """This rank's share, with the bytes for the others. UnsupportedModel: the team takes
         none."""

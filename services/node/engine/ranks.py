@@ -10,7 +10,7 @@ Where the degree is a fixed one, that ends the node. Where each model has its ow
 with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -52,8 +52,6 @@ class Ranks(EngineRanks):
     def __init__(self, degrees: Sequence[int], arena: Memory) -> None:
         """`degrees`: those of the teams. `arena`: what blocks lie in."""
         super().__init__(max(degrees), arena)
-        self.on_loss: Callable[[], None] = lambda: None
-        """Is called after teams were lost, on any thread."""
         self.teams: dict[int, Lead] = {}
         self._degrees = tuple(degrees)
         self._place = prepare(degrees)
@@ -215,6 +213,10 @@ class LeadDecoder(LedDecoder):
         self._model, self._manifest = model, manifest
         self._lead = self._team = lead
         lead.tell(OpenModel(model, lead.share.of, manifest, longest, devices))
+
+    def warm_up(self) -> Iterator[None]:
+        """On a CPU there is nothing to do: see `TorchEngine.warm_up`."""
+        return iter(())
 
     def make_adapter(self, manifest: Manifest, weights: memoryview) -> Adapter:
         share = self.share
