@@ -110,6 +110,11 @@ class DeviceRanks(EngineRanks):
     def degrees(self) -> tuple[int, ...]:
         return (len(self._devices),)
 
+    def check_results(self) -> None:
+        """A group that is aborted ends kernels before they are done, and says nothing."""
+        if self.loss:
+            raise self.failed()
+
     def settle(self) -> None:
         """There is only one team, and without it no node."""
 
@@ -190,8 +195,7 @@ class DeviceTeam:
         return self.ranks.hear()
 
     def check(self) -> None:
-        if self.ranks.loss:
-            raise self.ranks.failed()
+        self.ranks.check_results()
 
     def check_divides(self, config: ModelConfig, dtype: torch.dtype) -> None:
         check_heads(self.share.of, config)

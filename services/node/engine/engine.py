@@ -426,7 +426,10 @@ class TorchEngine(EngineKv):
     def begin(self, model_id: ModelId) -> TorchSweep:
         if self._kv.host is not None:
             self._kv.host.begin_step()
-        return TorchSweep(model_id, self._kv, self._model, self._adapters, self._step_floor_s)
+        check = self._ranks.check_results if self._ranks else lambda: None
+        return TorchSweep(
+            model_id, self._kv, self._model, self._adapters, self._step_floor_s, check
+        )
 
     @torch.inference_mode()
     def _record(self, model_id: ModelId, block: int) -> None:

@@ -135,6 +135,10 @@ class EngineRanks(RankProcesses, ABC):
     def kv(self, device: torch.device) -> KvMemory:
         """Where the KV of all models lies. `device`: this rank's."""
 
+    def check_results(self) -> None:
+        """EngineFailed: a rank was lost while what has just come from the device was computed, and
+        nobody waited for it, so that it is worth nothing."""
+
     def drop_cache(self) -> None:
         """No model needs the memory for KV any more."""
         self.tell(DropCache())

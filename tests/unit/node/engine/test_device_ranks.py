@@ -9,7 +9,7 @@ import random
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path as Folder
 from typing import Any
@@ -19,7 +19,8 @@ import torch
 
 from services.node.core.kv import PAGE
 from services.node.engine.budget import KvBudget
-from services.node.engine.device_ranks import DeviceLeadDecoder, DeviceRanks
+from services.node.engine.collective import Group
+from services.node.engine.device_ranks import DeviceLeadDecoder, DeviceRanks, DeviceTeam
 from services.node.engine.engine import TorchEngine
 from services.node.engine.kv_memory import KvMemory
 from services.node.engine.orders import TakeCache
@@ -49,12 +50,16 @@ LIMIT_S = 60.0
 class OnDevices(Divided):
     """An engine whose ranks have a device each."""
 
-    def __init__(self, degree: int) -> None:
-        self.degree = degree
+    def __init__(self, devices: Sequence[torch.device]) -> None:
+        self.degree = len(devices)
         self._arena = Arena(8 << 20)
-        self.device_ranks = DeviceRanks([CPU] * degree, self._arena.memory)
+        self.device_ranks = DeviceRanks(devices, self._arena.memory)
         self.engine = TorchEngine(
-            "cpu", KvBudget(8 << 20), threads=1, cpu_weights="stored", ranks=self.device_ranks
+            str(devices[0]),
+            KvBudget(8 << 20),
+            threads=1,
+            cpu_weights="stored",
+            ranks=self.device_ranks,
         )
 
     @contextmanager
@@ -74,7 +79,7 @@ class OnDevices(Divided):
 
 @pytest.fixture(scope="module", params=(2, 4))
 def divided(request: pytest.FixtureRequest) -> Iterator[OnDevices]:
-    made = OnDevices(request.param)
+    made = OnDevices([CPU] * request.param)
     yield made
     made.device_ranks.close()
 
@@ -300,7 +305,7 @@ def until(true: Any) -> None:
 
 
 def test_a_rank_that_is_killed_in_a_step_ends_it() -> None:
-    made = OnDevices(2)
+    made = OnDevices([CPU] * 2)
     ranks, model = made.device_ranks, make_model()
     (rank,) = ranks.processes
     with made.hosting(MODEL, model):
@@ -321,9 +326,28 @@ def test_a_rank_that_is_killed_in_a_step_ends_it() -> None:
     ranks.close()
 
 
+def test_what_was_computed_without_a_rank_is_worth_nothing() -> None:
+    """NCCL ends kernels that wait for a lost rank, and nothing is raised."""
+    made = OnDevices([CPU] * 2)
+    ranks, model = made.device_ranks, make_model()
+    with made.hosting(MODEL, model), pytest.MonkeyPatch.context() as patched:
+        os.kill(ranks.processes[0], signal.SIGKILL)
+        until(lambda: bool(ranks.broken))
+        patched.setattr(ranks, "tell", lambda *_: None)
+        patched.setattr(DeviceTeam, "check", lambda _: None)
+        for name in ("sum", "hand_on"):
+            patched.setattr(Group, name, lambda *_: None)
+        patched.setattr(Group, "gather", lambda _, x: [x, x])
+        for start, stop in ((0, 3), (0, model.n_blocks)):
+            rows = [row(f"to {stop}", 0, PROMPT, draw=0)]
+            with pytest.raises(EngineFailed, match="signal 9"):
+                run(made.engine, part(rows, start, stop))
+    ranks.close()
+
+
 def test_ranks_that_are_out_of_step_are_given_up() -> None:
     """Rank 0 fails within a layer, so that the others wait for it."""
-    made = OnDevices(2)
+    made = OnDevices([CPU] * 2)
     ranks, model = made.device_ranks, make_model()
     with made.hosting(MODEL, model), pytest.MonkeyPatch.context() as patched:
 
@@ -347,4 +371,4 @@ def test_a_rank_that_ends_before_it_is_there(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(DeviceRanks, "_start", starting)
     with pytest.raises(EngineFailed, match="signal 9"):
-        OnDevices(2)
+        OnDevices([CPU] * 2)
