@@ -59,9 +59,11 @@ class Group:
 
 def _backend(devices: Sequence[torch.device], store: Any, share: Share) -> Any:
     if devices[0].type == "cuda" and len(set(devices)) == len(devices):
-        # Else NCCL ends the process when a rank is lost, and a node could not hand its requests
+        # Else torch ends the process when a rank is lost, and a node could not hand its requests
         # over. 2: it only ends what waits for that rank.
         os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "2")
+        # The ranks find each other over TCP. All are on this machine.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = PATIENCE
         return dist.ProcessGroupNCCL(store, share.rank, share.of, options)
