@@ -235,8 +235,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     0. 1: each node runs its own part alone."""
     arena_bytes: Count = 1 << 30
     """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
-    and on the device. With several GPUs it is taken on the host, and each of them keeps its share of
-    the blocks that are in use."""
+    and on the device. With several GPUs it is taken on the host, and each of them keeps its share
+    of the blocks that are in use."""
     host_bytes: Size = 0
     """Size of the host cache: memory beside the arena, for models that are not in use here. Copies
     that are given back move there, and come back from there. 0: no host cache; they stay in the

@@ -20,6 +20,8 @@ from shared.errors import ConfigError
 class Listener:
     """Nobody, whatever is said."""
 
+    kv = object()
+
     def __getattr__(self, name: str) -> Any:
         return None
 
@@ -42,11 +44,14 @@ def test_a_gpu_alone_has_an_arena_and_several_have_slices_of_the_hosts() -> None
         alone = RealParts(NodeConfig(device="cuda:1", tensor_parallel=degree))
         device = alone.device(memory)
         assert isinstance(device, DeviceArena)
-        assert worker_on(device, device="cuda:1", tensor_parallel=degree).staging == device.staging
+        worker = worker_on(device, device="cuda:1", tensor_parallel=degree)
+        assert worker.staging == device.staging
+        assert worker._kv_mover() is not None
     assert RealParts(NodeConfig(device="cuda:1", tensor_parallel=3)).device(memory) is None
     worker = worker_on(None, device="cuda:1", tensor_parallel=3)
     assert worker.staging == "slices of the host arena"
     assert worker.pulse().broken == ""
+    assert worker._kv_mover() is None  # since what one GPU has is a part of each position
 
 
 @pytest.mark.usefixtures("four_gpus")
