@@ -54,9 +54,14 @@ LIMIT_S = 60.0
 class OnDevices(Divided):
     """An engine whose ranks have a device each."""
 
-    def __init__(self, devices: Sequence[torch.device], capture: "Capture | None" = None) -> None:
+    def __init__(
+        self,
+        devices: Sequence[torch.device],
+        capture: "Capture | None" = None,
+        arena_bytes: int = 8 << 20,
+    ) -> None:
         self.degree = len(devices)
-        self._arena = Arena(8 << 20)
+        self._arena = Arena(arena_bytes)
         self.device_ranks = DeviceRanks(devices, self._arena.memory)
         self.engine = TorchEngine(
             str(devices[0]),
@@ -228,6 +233,24 @@ def test_models_come_sleep_and_go_in_the_middle_of_a_step(divided: OnDevices) ->
             engine.close_model(name)
 
 
+def test_slices_are_freed_when_a_model_sleeps() -> None:
+    made = OnDevices([CPU] * 2, arena_bytes=64 << 20)
+    model = make_model(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
+    (rank,) = made.device_ranks.processes
+
+    def own_mib() -> int:
+        status = Folder(f"/proc/{rank}/status").read_text()
+        return int(status.partition("RssAnon:")[2].split()[0]) >> 10
+
+    with made.hosting(MODEL, model):
+        held = own_mib()
+        made.engine.close_model(MODEL, asleep=True)
+        made.device_ranks.tell(TakeCache(0))
+        made.device_ranks.hear()  # it has done what it was told before
+        assert own_mib() < held - 20
+    made.device_ranks.close()
+
+
 def test_a_warm_up_is_done_by_all_ranks(divided: OnDevices) -> None:
     """It may end early, and go on between the blocks of a step."""
     model = model_for(divided, "mixtral")
@@ -253,8 +276,9 @@ def test_what_another_sequence_left_does_no_harm(divided: OnDevices) -> None:
     """Not even if it is no number: pages are erased at all ranks."""
     model = model_for(divided)
     with divided.holding(model) as path:
-        ill = torch.full((len(PROMPT), 32), torch.nan)
-        run(divided.engine, part([row("ill", 0, [0] * len(PROMPT))], 1, model.n_blocks, ill))
+        whole_pages = -(-len(PROMPT) // PAGE) * PAGE
+        ill = torch.full((whole_pages, 32), torch.nan)
+        run(divided.engine, part([row("ill", 0, [0] * whole_pages)], 1, model.n_blocks, ill))
         divided.engine.free(("ill",))
         check(path, model)
 
@@ -272,6 +296,7 @@ def test_rank_0_with_the_kernels_for_gpus() -> None:
     made = OnDevices([CPU] * 2, record)
     model = make_model(seed=3, num_hidden_layers=2, **FORMS["mixtral"])
     with made.holding(model) as path:
+        assert made.engine._models[MODEL].graphs is None
         next(made.engine.warm_up(MODEL))
         tokens = path.generate(PROMPT[:20], 3)
     assert tokens == model.expected_tokens(PROMPT[:20], 3, tokens)
