@@ -54,14 +54,9 @@ LIMIT_S = 60.0
 class OnDevices(Divided):
     """An engine whose ranks have a device each."""
 
-    def __init__(
-        self,
-        devices: Sequence[torch.device],
-        capture: "Capture | None" = None,
-        arena_bytes: int = 8 << 20,
-    ) -> None:
+    def __init__(self, devices: Sequence[torch.device], capture: "Capture | None" = None) -> None:
         self.degree = len(devices)
-        self._arena = Arena(arena_bytes)
+        self._arena = Arena(64 << 20)
         self.device_ranks = DeviceRanks(devices, self._arena.memory)
         self.engine = TorchEngine(
             str(devices[0]),
@@ -85,6 +80,10 @@ class OnDevices(Divided):
         yield
         for span in spans:
             self._arena.free(span)
+
+
+TWO = pytest.mark.parametrize("divided", [2], indirect=True)
+"""Where four ranks would show nothing more."""
 
 
 @pytest.fixture(scope="module", params=(2, 4))
@@ -127,6 +126,7 @@ def test_each_rank_has_its_slice_alone(divided: OnDevices) -> None:
         check(path, model)
 
 
+@TWO
 def test_logits_of_bf16(divided: OnDevices, logits: Logits) -> None:
     """As near to those of transformers in fp32 as one process's are."""
     model = model_for(divided, dtype="bfloat16")
@@ -138,6 +138,7 @@ def test_logits_of_bf16(divided: OnDevices, logits: Logits) -> None:
     torch.testing.assert_close(together, logits.take(), atol=0.2, rtol=0.02)
 
 
+@TWO
 def test_blocks_of_several_units_in_any_order(divided: OnDevices) -> None:
     model = model_for(divided, blocks=3)
     order = random.Random(1).sample(range(model.n_blocks), k=model.n_blocks)
@@ -185,6 +186,7 @@ def test_batches_chunks_and_cached_prefixes(divided: OnDevices) -> None:
         engine.free(("0", "1", "2", "cut", "again"))
 
 
+@TWO
 def test_pages_that_other_sequences_had(divided: OnDevices) -> None:
     """A sequence is preempted and begins again, in pages that are not empty."""
     model = model_for(divided)
@@ -212,6 +214,7 @@ def test_a_stage_that_runs_on_keeps_its_kv(divided: OnDevices) -> None:
         assert tokens == model.expected_tokens(PROMPT, 5, tokens)
 
 
+@TWO
 def test_models_come_sleep_and_go_in_the_middle_of_a_step(divided: OnDevices) -> None:
     model, other = model_for(divided), model_for(divided, "qwen2_tied")
     engine, name = divided.engine, ModelId("other")
@@ -233,24 +236,24 @@ def test_models_come_sleep_and_go_in_the_middle_of_a_step(divided: OnDevices) ->
             engine.close_model(name)
 
 
-def test_slices_are_freed_when_a_model_sleeps() -> None:
-    made = OnDevices([CPU] * 2, arena_bytes=64 << 20)
+@TWO
+def test_slices_are_freed_when_a_model_sleeps(divided: OnDevices) -> None:
     model = make_model(hidden_size=256, intermediate_size=8192, num_hidden_layers=2)
-    (rank,) = made.device_ranks.processes
+    (rank,) = divided.device_ranks.processes
 
     def own_mib() -> int:
         status = Folder(f"/proc/{rank}/status").read_text()
         return int(status.partition("RssAnon:")[2].split()[0]) >> 10
 
-    with made.hosting(MODEL, model):
+    with divided.hosting(MODEL, model):
         held = own_mib()
-        made.engine.close_model(MODEL, asleep=True)
-        made.device_ranks.tell(TakeCache(0))
-        made.device_ranks.hear()  # it has done what it was told before
+        divided.engine.close_model(MODEL, asleep=True)
+        divided.device_ranks.tell(TakeCache(0))
+        divided.device_ranks.hear()  # it has done what it was told before
         assert own_mib() < held - 20
-    made.device_ranks.close()
 
 
+@TWO
 def test_a_warm_up_is_done_by_all_ranks(divided: OnDevices) -> None:
     """It may end early, and go on between the blocks of a step."""
     model = model_for(divided, "mixtral")
@@ -272,6 +275,7 @@ def test_a_warm_up_is_done_by_all_ranks(divided: OnDevices) -> None:
         assert path.generate(PROMPT, 2) == model.expected_tokens(PROMPT, 2)
 
 
+@TWO
 def test_what_another_sequence_left_does_no_harm(divided: OnDevices) -> None:
     """Not even if it is no number: pages are erased at all ranks."""
     model = model_for(divided)
@@ -307,6 +311,7 @@ def test_rank_0_with_the_kernels_for_gpus() -> None:
 # --- what it cannot do ---------------------------------------------------------
 
 
+@TWO
 def test_heads_that_cannot_be_divided_are_refused_by_name(divided: OnDevices) -> None:
     one = make_model(**FORMS["mqa"])
     why = f"node.tensor_parallel is {divided.degree}, which does not divide this model's 1 KV heads"
@@ -316,12 +321,14 @@ def test_heads_that_cannot_be_divided_are_refused_by_name(divided: OnDevices) ->
         path.generate(PROMPT, 2)
 
 
+@TWO
 def test_blocks_that_ranks_cannot_see_are_refused(divided: OnDevices) -> None:
     model = model_for(divided)
     with divided.holding(model, 0, 0), pytest.raises(BadInput, match="in the arena"):
         divided.engine.attach(MODEL, 0, memoryview(bytearray(model.buffers[0])))
 
 
+@TWO
 def test_no_room_for_kv_at_another_rank(divided: OnDevices) -> None:
     """It is told by name, and the next model opens."""
     model = model_for(divided)
@@ -347,6 +354,7 @@ def test_no_room_for_kv_at_another_rank(divided: OnDevices) -> None:
         assert path.generate(PROMPT, 2) == model.expected_tokens(PROMPT, 2)
 
 
+@TWO
 def test_kv_stays_where_it_is(divided: OnDevices) -> None:
     model = model_for(divided)
     with divided.holding(model) as path:
@@ -355,6 +363,7 @@ def test_kv_stays_where_it_is(divided: OnDevices) -> None:
             divided.engine.lend("s", (0, model.n_blocks), 0, PAGE)
 
 
+@TWO
 def test_adapters_are_refused_by_name(divided: OnDevices, tmp_path: Folder) -> None:
     model = model_for(divided)
     with divided.holding(model):
