@@ -27,15 +27,18 @@ class Group:
     gone. (NCCL may wait for it instead, until `abort`.)"""
 
     def __init__(self, share: Share, devices: Sequence[torch.device], meeting: int) -> None:
-        """Returns once all ranks are here. `devices`: of all ranks. `meeting`: the descriptor of a
-        memfd that all ranks inherit, empty at first, in which they find each other."""
+        """`devices`: of all ranks. `meeting`: the descriptor of a memfd that all ranks inherit,
+        empty at first, in which they find each other."""
         self.share = share
         self.device = devices[share.rank]
         descriptor = os.dup(meeting)
         self._kept = weakref.finalize(self, os.close, descriptor)
         store = dist.FileStore(f"/proc/self/fd/{descriptor}", share.of)
         self._all = _backend(devices, store, share)
-        self.sum(torch.zeros(1, device=self.device))  # NCCL connects at its first call
+
+    def meet(self) -> None:
+        """Returns once all ranks are here. To be called first: NCCL connects at its first call."""
+        self.sum(torch.zeros(1, device=self.device))
 
     def sum(self, x: torch.Tensor) -> None:
         """Replaces x by the sum of all ranks', which has the same bits at all of them."""

@@ -205,6 +205,7 @@ def main(argv: Sequence[str]) -> None:
     blocks = mapped(int(arena), every[share.rank])
     channel.send(Done())
     group = Group(share, every, int(meeting))
+    group.meet()
     obey(channel, DeviceRank(group, blocks).obey)
 
 

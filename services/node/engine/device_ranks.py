@@ -8,6 +8,7 @@ find a block in the node's arena, and copy their slices from there.
 A rank that ends, or is out of step with the others, takes the node with it.
 """
 
+import os
 import time
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -41,7 +42,6 @@ from services.node.engine.orders import (
 )
 from services.node.engine.share import Share, check_heads
 from services.node.engine.step import Step
-from services.node.engine.team import Shared
 from services.node.engine.warmup import warm_up
 from services.node.engine.weights import HeadUnit, LayerUnit
 from services.node.memory.page_lock import page_unlock, try_page_lock
@@ -60,7 +60,7 @@ class DeviceRanks(EngineRanks):
     def __init__(self, devices: Sequence[torch.device], arena: Memory) -> None:
         """`devices`: one for each rank, this process's first. `arena`: what blocks lie in."""
         super().__init__(len(devices), arena)
-        self.kv_parts = len(devices)
+        self.kv_ranks = len(devices)
         self.teams: dict[int, DeviceTeam] = {}
         self._devices = tuple(devices)
         self._cache = torch.empty(0)
@@ -69,24 +69,26 @@ class DeviceRanks(EngineRanks):
 
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
         assert not spare
+        meeting = os.memfd_create("lambdascale-meeting", os.MFD_CLOEXEC)
         try:
-            team = self._begin(threads)
+            self._begin(threads, meeting)
         except BaseException:
             self.close()
             raise
-        self.teams = {len(self._devices): team}
+        finally:
+            os.close(meeting)
 
-    def _begin(self, threads: int) -> "DeviceTeam":
+    def _begin(self, threads: int, meeting: int) -> None:
         of = len(self._devices)
-        meeting = Shared.new(1 << 12)
         for _ in range(1, of):
             arguments = ",".join(map(str, self._devices)), max(1, threads // of)
-            self._start(DEVICE_RANK, arguments, [meeting.descriptor])
+            self._start(DEVICE_RANK, arguments, [meeting])
         self._lock_arena()
-        for error in self.hear():
-            raise error
-        group = Group(Share(0, of), self._devices, meeting.descriptor)
-        return DeviceTeam(self, group, threads)
+        self.hear()
+        team = DeviceTeam(self, Group(Share(0, of), self._devices, meeting), threads)
+        self.teams = {of: team}
+        with team.together():
+            team.group.meet()
 
     def _lock_arena(self) -> None:
         device, memory = self._devices[0], self._arena.view

@@ -163,7 +163,7 @@ class TorchEngine(EngineKv):
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
-                config.n_kv_heads // (self._ranks.kv_parts if self._ranks else 1),
+                config.n_kv_heads // (self._ranks.kv_ranks if self._ranks else 1),
                 config.head_dim,
                 kv_dtype(dtype, fused or compiled is not None),
                 weight=sum(block.nbytes for block in manifest.blocks),

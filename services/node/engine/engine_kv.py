@@ -62,7 +62,7 @@ class EngineKv:
         return self._kv.position_bytes(model_id)
 
     def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
-        if self._ranks is not None and self._ranks.kv_parts > 1:
+        if self._ranks is not None and self._ranks.kv_ranks > 1:
             raise NotFound(f"the KV of sequence {key} lies on several devices, and stays there")
         sequence = self._kv.find(key)
         if sequence is None:

@@ -112,7 +112,7 @@ class EngineRanks(RankProcesses, ABC):
 
     teams: Mapping[int, Leads]
     """By degree. Empty before the start. Those that are lost are among them until `settle`."""
-    kv_parts = 1
+    kv_ranks = 1
     """Among how many ranks the KV heads of a model are divided. 1: all ranks share its KV."""
 
     @abstractmethod
