@@ -214,17 +214,19 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     disk_bytes_per_s: Size = 0
     """Paces reads of packed models, for a disk that others use too. 0: as fast as it goes."""
     device: str = "cpu"
-    """What computes: `cpu`, or a GPU such as `cuda:0`."""
+    """What computes: `cpu`, or a GPU such as `cuda:0`, the first of several if `tensor_parallel` is
+    more than 1."""
     cpu_weights: Literal["stored", "packed", "int8"] = "packed"
     """How a CPU computes with weights. `stored`: from the arena, without further memory, slowest.
     `packed`: from a second copy, ordered for the processor. `int8`: from a copy rounded to 8 bits;
     fastest, but tokens may differ."""
     tensor_parallel: Count | Literal["auto"] = 1
     """How many processes run each decoder together, each its share of the heads and of every
-    matrix, with its share of `threads`. It has to divide the number of the model's KV heads. More
-    than 1 only with `cpu`, and not with `stored` weights. auto: of 1, 2, 4 and 8, up to `threads`,
-    each model has the number with which a decode step is expected to be fastest, by what the node
-    measures when it starts."""
+    matrix. It has to divide the number of the model's KV heads. On a CPU each has its share of
+    `threads`, and `cpu_weights` cannot be `stored`. On GPUs each has a GPU of its own: `device` and
+    those after it; `kv_host_bytes` has to be 0. auto: on a GPU 1; on a CPU, of 1, 2, 4 and 8, up to
+    `threads`, each model has the number with which a decode step is expected to be fastest, by what
+    the node measures when it starts."""
     team_devices: Count = 1
     """How many nodes of this machine, each with `threads` of its own, may run a model together that
     fits into none of their arenas. Each holds a part of it, and all of them compute each part, if
@@ -233,7 +235,8 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     0. 1: each node runs its own part alone."""
     arena_bytes: Count = 1 << 30
     """Memory for weights, taken when the node starts. With `cuda` it is taken twice: on the host
-    and on the device."""
+    and on the device. With several GPUs it is taken on the host, and each of them keeps its share
+    of the blocks that are in use."""
     host_bytes: Size = 0
     """Size of the host cache: memory beside the arena, for models that are not in use here. Copies
     that are given back move there, and come back from there. 0: no host cache; they stay in the
@@ -243,8 +246,9 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     takes its place: a keeper, a small process of its own, holds them. 0: no keeper; they end with
     the process."""
     kv_bytes: Size = 0
-    """Memory for KV caches, where the engine computes. 0: what is left there once the arenas are
-    taken, less a tenth of the whole. The models that are open share it."""
+    """Memory for KV caches, where the engine computes; of several GPUs, on each. 0: what is left
+    there once the arenas are taken, less a tenth of the whole. The models that are open share
+    it."""
     kv_share: Share = 1.0
     """The share of that memory which this node takes if `kv_bytes` is 0. Less than 1 if several
     nodes share a machine or a device."""

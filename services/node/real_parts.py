@@ -4,10 +4,14 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
+
 from services.node.checkpoints.store import Store
 from services.node.engine.budget import kv_budget
-from services.node.engine.devices import torch_device
+from services.node.engine.device_ranks import DeviceRanks
+from services.node.engine.devices import devices_of_ranks, torch_device
 from services.node.engine.engine import TorchEngine
+from services.node.engine.leading import EngineRanks
 from services.node.engine.ranks import Ranks
 from services.node.engine.rehearsal import measure, tried
 from services.node.execution.worker import Worker
@@ -41,15 +45,15 @@ class RealParts:
         return Store(Path(self._config.data_dir) / "store", self._config.disk_bytes_per_s)
 
     def device(self, memory: Memory) -> DeviceArena | None:
+        """None: blocks are computed with where they land, or ranks copy them to several GPUs."""
         device = torch_device(self._config.device)
-        return None if device.type == "cpu" else DeviceArena(memory, device)
+        return None if device.type == "cpu" or self._gpus else DeviceArena(memory, device)
 
     def worker(
         self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
     ) -> Worker:
         config = self._config
-        degrees = self._degrees(device)
-        ranks = Ranks(degrees, memory) if degrees else None
+        ranks = self._ranks(memory)
         worker = Worker(
             node=NodeId(config.id),
             make_engine=lambda: TorchEngine(
@@ -65,7 +69,7 @@ class RealParts:
                 ranks=ranks,
                 measure=(
                     partial(measure, devices=config.team_devices)
-                    if config.tensor_parallel == "auto"
+                    if isinstance(ranks, Ranks) and config.tensor_parallel == "auto"
                     else None
                 ),
             ),
@@ -76,31 +80,47 @@ class RealParts:
             send=listener.send,
             emit=listener.emit,
             ran=listener.ran,
-            kv_mover=lambda: listener.kv,
+            kv_mover=lambda: None if self._gpus else listener.kv,
             worth=listener.worth,
             broken=lambda: ranks.broken if ranks else "",
+            staging=lambda: ranks.staging if ranks else "",
         )
         if ranks is not None:
             ranks.on_loss = worker.regroup
         return worker
 
-    def _degrees(self, device: DeviceArena | None) -> tuple[int, ...]:
-        """For how many processes there are teams of ranks."""
+    @property
+    def _gpus(self) -> tuple[torch.device, ...]:
+        """The devices of the ranks, where each has a GPU. Empty: this process is on one alone, or
+        on a CPU."""
+        config, degree = self._config, self._config.tensor_parallel
+        if degree in (1, "auto") or torch_device(config.device).type == "cpu":
+            return ()
+        if config.kv_host_bytes:
+            raise ConfigError(
+                f"node.kv_host_bytes is {config.kv_host_bytes} and node.tensor_parallel is "
+                f"{degree} on {config.device}: KV that several GPUs have does not go to host "
+                f"memory: set node.kv_host_bytes to 0"
+            )
+        return devices_of_ranks(config.device, int(degree))
+
+    def _ranks(self, memory: Memory) -> EngineRanks | None:
+        if gpus := self._gpus:
+            return DeviceRanks(gpus, memory)
+        degrees = self._degrees(on_cpu=torch_device(self._config.device).type == "cpu")
+        return Ranks(degrees, memory) if degrees else None
+
+    def _degrees(self, *, on_cpu: bool) -> tuple[int, ...]:
+        """For how many processes there are teams of ranks on a CPU."""
         config, degree = self._config, self._config.tensor_parallel
         devices = config.team_devices
-        if devices > 1 and (degree != "auto" or device is not None or not config.threads):
+        if devices > 1 and (degree != "auto" or not on_cpu or not config.threads):
             raise ConfigError(
                 f"node.team_devices is {devices}, which takes node.device = cpu, "
                 f"node.tensor_parallel = auto, and node.threads for this node alone"
             )
-        if degree == "auto" and device is None:
-            return tried(config.threads, config.cpu_weights, devices)
         if degree == "auto":
-            return ()
-        if degree > 1 and device is not None:
-            raise ConfigError(
-                f"node.tensor_parallel is {degree}, and on {config.device} it can only be 1 or auto"
-            )
+            return tried(config.threads, config.cpu_weights, devices) if on_cpu else ()
         return (degree,) if degree > 1 else ()
 
     def data_plane(

@@ -69,7 +69,11 @@ def _left(config: NodeConfig, device: torch.device) -> tuple[int, int, str]:
     """(bytes available, bytes to keep free, name of the memory for messages)."""
     if device.type == "cuda":
         left, whole = torch.cuda.mem_get_info(device)
-        return left, int(RESERVE * whole), f"{device}'s memory"
+        if config.tensor_parallel in (1, "auto"):
+            return left, int(RESERVE * whole), f"{device}'s memory"
+        slices = -(-config.arena_bytes // int(config.tensor_parallel))
+        where = f"{device}'s memory beside its share of the arena, {slices} bytes"
+        return max(0, left - slices), int(RESERVE * whole), where
     left, whole = host_memory()
     taken = int(COPIES[config.cpu_weights] * config.arena_bytes) + config.kv_host_bytes
     left = max(0, left - taken)

@@ -4,6 +4,7 @@ services.node.checkpoints.families describes how each family of models differs f
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,7 @@ from services.node.checkpoints.config import ModelConfig
 from services.node.engine.adapters import Adapted, Adapter, adapted
 from services.node.engine.attention import Attention, Span
 from services.node.engine.base import Row, Weights
+from services.node.engine.collective import Group
 from services.node.engine.copies import to_device
 from services.node.engine.experts import AddExperts, add_experts
 from services.node.engine.huge_pages import Pages
@@ -22,6 +24,7 @@ from services.node.engine.linear import Form
 from services.node.engine.ops import Attends, Ops, TorchOps
 from services.node.engine.rope import Rotations, inverse_frequencies
 from services.node.engine.share import WHOLE, Share
+from services.node.engine.sliced import SlicedTensors, sum_experts
 from services.node.engine.step import Step, StepPlan, plan_step
 from services.node.engine.team import Team
 from services.node.engine.weights import (
@@ -72,22 +75,32 @@ class Decoder:
         compiled: Kernels | None = None,
         adapters: Mapping[ModelId, Adapter] | None = None,
         team: Team | None = None,
+        group: Group | None = None,
     ) -> None:
         """`fused`: use the Triton kernels for GPUs. `compiled`: use these kernels for CPUs.
         `adapters`: all that rows may name; it may grow. `team`: those who run the model together,
-        each its share, with `compiled`."""
+        each its share, with `compiled`. `group`: the same, each on a device of its own."""
         self.config, self.dtype, self.device = config, dtype, device
-        self.team = team
+        self.team, self.group = team, group
         self._compiled, self._workspace = compiled, Workspace()
         self.given: WeakKeyDictionary[LayerUnit, Layer] = WeakKeyDictionary()
         self._fused = fused
         self.ops: Ops = gpu_ops() if fused else KernelOps(compiled) if compiled else TorchOps()
         self.add_experts = gpu_experts() if fused else add_experts
-        cached = kv_dtype(dtype, fused or compiled is not None)
-        self.attention = Attention(config, longest, cached, device)
+        cached, own = kv_dtype(dtype, fused or compiled is not None), config
+        if group is not None:
+            self.add_experts = sum_experts(self.add_experts, group)
+            heads, kv_heads = (n // group.share.of for n in (config.n_heads, config.n_kv_heads))
+            own = replace(config, n_heads=heads, n_kv_heads=kv_heads)
+        self.attention = Attention(own, longest, cached, device)
         self.frequencies = inverse_frequencies(config.rope, config.head_dim).to(device)
         self.rotations = Rotations(self.frequencies)
         self.adapters: Mapping[ModelId, Adapter] = adapters if adapters is not None else {}
+
+    @property
+    def weights_at(self) -> torch.device:
+        """Where the bytes of blocks lie that `units` takes."""
+        return self.device if self.group is None else torch.device("cpu")
 
     def refusal(self, row: Row) -> str:
         return (
@@ -97,6 +110,9 @@ class Decoder:
     def units(
         self, spec: BlockSpec, weights: Weights, form: Form, pages: Pages | None = None
     ) -> tuple[Unit, ...]:
+        if self.group is not None:
+            tensors = SlicedTensors(spec, weights, self.ops.silu_times, self.group)
+            return _units(self.config, spec, tensors)
         share = self.team.share if self.team else WHOLE
         return units(self.config, spec, weights, form, self.ops, pages, share)
 
@@ -106,7 +122,7 @@ class Decoder:
         n, tokens = sum(row.count for row in rows), [token for row in rows for token in row.tokens]
         if len(tokens) != n:
             raise BadInput(f"{len(tokens)} tokens for {n} positions")
-        return self.ops.look_up(unit.table, tokens)
+        return to_device(self.ops.look_up(unit.table, tokens), self.device)
 
     def step(self, spans: Sequence[Span]) -> Step:
         """A step over these rows. Only one step may be in use at a time."""
@@ -120,7 +136,7 @@ class Decoder:
         self, attention: Attends, rows: int, adapters: Adapted | None = None
     ) -> LayerStep:
         """A step of this many rows that torch or the kernels for GPUs run."""
-        if self._fused and rows == 1 and adapters is None:
+        if self._fused and rows == 1 and adapters is None and self.group is None:
             from services.node.engine.one_row import OneRowStep  # needs Triton
 
             return OneRowStep(self, attention)
@@ -154,6 +170,9 @@ def units(
     share: Share = WHOLE,
 ) -> tuple[Unit, ...]:
     """A block's units. Packed matrices are taken of `pages` in the same order every time."""
-    tensors = DecoderTensors(spec, weights, form, ops.silu_times, pages, share)
+    return _units(config, spec, DecoderTensors(spec, weights, form, ops.silu_times, pages, share))
+
+
+def _units(config: ModelConfig, spec: BlockSpec, tensors: DecoderTensors) -> tuple[Unit, ...]:
     numbers = range(spec.first_unit, spec.last_unit + 1)
     return tuple(tensors.unit(config, number) for number in numbers)

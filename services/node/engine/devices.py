@@ -38,3 +38,18 @@ def torch_device(name: str) -> torch.device:
     if device.type == "cuda" and (device.index or 0) >= (count := torch.cuda.device_count()):
         raise ConfigError(f"node.device is {name!r}, but this machine has {count} CUDA devices")
     return device
+
+
+def devices_of_ranks(name: str, degree: int) -> tuple[torch.device, ...]:
+    """The devices of the ranks of a node on a GPU: `node.device`, which is `name`, and those after
+    it. ConfigError if this machine has too few."""
+    first = torch_device(name).index or 0
+    count = torch.cuda.device_count()
+    if first + degree > count:
+        raise ConfigError(
+            f"node.device is {name} and node.tensor_parallel is {degree}, which takes cuda:{first} "
+            f"to cuda:{first + degree - 1}, and this machine has {count} CUDA devices: lower "
+            f"node.tensor_parallel to {count - first} or less"
+            + (", or set node.device to cuda:0" if first else "")
+        )
+    return tuple(torch.device("cuda", first + rank) for rank in range(degree))

@@ -5,10 +5,10 @@ import torch
 
 from services.node.checkpoints.config import ModelConfig
 from services.node.core.degrees import Choice, choose
+from services.node.engine.leading import EngineRanks, Leads
 from services.node.engine.linear import Form
 from services.node.engine.model import layers_of
-from services.node.engine.ranks import Lead, Ranks
-from services.node.engine.share import check_divides, shape_of
+from services.node.engine.share import shape_of
 from shared.layout import Manifest
 from shared.parts import Part, whole
 from shared.step_costs import StepCosts
@@ -16,7 +16,7 @@ from shared.step_costs import StepCosts
 
 class Division:
     def __init__(
-        self, ranks: Ranks | None, costs: tuple[StepCosts, ...], form: Form, threads: int
+        self, ranks: EngineRanks | None, costs: tuple[StepCosts, ...], form: Form, threads: int
     ) -> None:
         """`costs`: what was measured. Empty: all ranks run each decoder. `threads`: of this
         device."""
@@ -41,7 +41,7 @@ class Division:
         degrees = self._ranks.degrees if self._ranks else ()
         return tuple(costs for costs in self._costs if costs.degree in (1, *degrees))
 
-    def threads(self, lead: Lead | None, devices: int) -> int:
+    def threads(self, lead: Leads | None, devices: int) -> int:
         """The threads of this process that run a model. `lead`: see `lead`."""
         return lead.threads(devices) if lead else self._threads * devices
 
@@ -52,16 +52,16 @@ class Division:
         dtype: torch.dtype,
         part: Part | None = None,
         devices: int = 1,
-    ) -> Lead | None:
+    ) -> Leads | None:
         """The team that runs the model; None: this process does."""
         if self._ranks is None:
             return None
         if self._costs:
             degree = self.choice(manifest, config, dtype, part, devices).degree
-        else:
-            (degree,) = self._ranks.degrees
-            check_divides(degree, config, dtype)
-        return self._ranks.teams.get(degree)
+            return self._ranks.teams.get(degree)
+        (lead,) = self._ranks.teams.values()
+        lead.check_divides(config, dtype)
+        return lead
 
     def choice(
         self,

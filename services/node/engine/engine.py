@@ -1,6 +1,6 @@
 """The torch engine: attaches blocks as they arrive, and runs batches over any range of them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -13,8 +13,6 @@ from services.node.checkpoints.adapter import base_of
 from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.checkpoints.vit_config import VitConfig
-from services.node.core.kv import PAGE, Need, Restoration, movable
-from services.node.core.load import HostTierLoad
 from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, AdapterRoom, read_adapter
 from services.node.engine.base import Context, MakeAdapter, SequenceKey, Weights
@@ -23,15 +21,16 @@ from services.node.engine.decoder import Decoder, kv_dtype, units
 from services.node.engine.devices import own_stream, torch_device
 from services.node.engine.division import Division
 from services.node.engine.encoder import Encoder
+from services.node.engine.engine_kv import EngineKv
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_host import KvHost
-from services.node.engine.kv_loan import KvLoan
+from services.node.engine.leading import EngineRanks, Leads, LedDecoder
 from services.node.engine.linear import Form, check_form
 from services.node.engine.model import Model, Network, layers_of
 from services.node.engine.ops import TorchOps
 from services.node.engine.orders import CloseModel, DropAdapter
 from services.node.engine.processors import Processor, Processors
-from services.node.engine.ranks import Lead, LeadDecoder, Ranks
+from services.node.engine.ranks import Ranks
 from services.node.engine.share import WHOLE
 from services.node.engine.shared_pages import PackedBlocks
 from services.node.engine.sweep import TorchSweep
@@ -43,13 +42,12 @@ from services.node.memory.recycled import Recycled
 from services.node.memory.shelf import Shelf
 from shared import telemetry
 from shared.errors import (
-    CapacityExceeded,
     Conflict,
     EngineFailed,
     NotFound,
     UnsupportedModel,
 )
-from shared.ids import NO_ADAPTER, ModelId
+from shared.ids import ModelId
 from shared.layout import Manifest
 from shared.parts import Part
 from shared.step_costs import StepCosts
@@ -62,7 +60,7 @@ Measure = Callable[[Ranks, int, Form, kernels.Kernels], tuple[StepCosts, ...]]
 """See rehearsal.measure."""
 
 
-class TorchEngine:
+class TorchEngine(EngineKv):
     """Implements services.node.engine.base.Engine.
 
     On CPUs of one kind, a sequence's logits have the same bits in every batch, for every split of
@@ -86,7 +84,7 @@ class TorchEngine:
         kept_bytes: int = 0,
         kv_host_bytes: int = 0,
         token_s: Callable[[ModelId], float] = lambda model_id: 0.0,
-        ranks: Ranks | None = None,
+        ranks: EngineRanks | None = None,
         measure: Measure | None = None,
     ) -> None:
         """`kv`: the memory for KV caches, or directly a number of positions, for one model.
@@ -131,6 +129,7 @@ class TorchEngine:
             )
             if measure is not None:
                 assert compiled is not None
+                assert isinstance(ranks, Ranks)
                 measured = measure(ranks, self._threads, self._form, compiled)
                 self._say_what_is_left(ranks)
         self._division = Division(ranks, measured, self._form, self._threads)
@@ -164,7 +163,7 @@ class TorchEngine:
             self._kv.open_model(
                 model_id,
                 layers_of(manifest, config, part) or range(config.n_layers),
-                config.n_kv_heads,
+                config.n_kv_heads // (self._ranks.kv_ranks if self._ranks else 1),
                 config.head_dim,
                 kv_dtype(dtype, fused or compiled is not None),
                 weight=sum(block.nbytes for block in manifest.blocks),
@@ -173,7 +172,7 @@ class TorchEngine:
             )
             network = self._decoder(model_id, manifest, config, dtype, lead, devices)
             threads = self._division.threads(lead, devices)
-            if self._capture is not None:
+            if self._capture is not None and lead is None:
                 from services.node.engine.graphs import DecodeGraphs
 
                 graphs = DecodeGraphs(network, self._kv.longest(model_id), self._capture)
@@ -189,13 +188,13 @@ class TorchEngine:
         manifest: Manifest,
         config: ModelConfig,
         dtype: torch.dtype,
-        lead: Lead | None,
+        lead: Leads | None,
         devices: int,
     ) -> Decoder:
         """The model has its KV. `lead`: see `Division.lead`."""
         made: Callable[..., Decoder] = Decoder
         if lead is not None:
-            made = partial(LeadDecoder, model_id, manifest, lead, devices=devices)
+            made = partial(lead.decoder, model_id, manifest, devices=devices)
         return made(
             config,
             dtype,
@@ -232,7 +231,8 @@ class TorchEngine:
         others, except for 10 ms or more in the first step of a process."""
         model = self._model(model_id)
         if self._capture is not None:
-            for _ in warm_up(model.network):
+            network = model.network
+            for _ in network.warm_up() if isinstance(network, LedDecoder) else warm_up(network):
                 yield
                 if self._models.get(model_id) is not model:
                     return
@@ -260,13 +260,16 @@ class TorchEngine:
         network = model.network
         others: AbstractContextManager[None] = nullcontext()
         share = WHOLE
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             others, share = network.attaching(block, weights), network.share
+        elif isinstance(weights, memoryview) and self._device.type == "cuda":
+            # No arena of the device has it, since ranks divide decoders.
+            weights = torch.frombuffer(weights, dtype=torch.uint8).to(self._device)
         use_threads(model.threads)
         with others, self._packed.of(model_id, block, spec.nbytes, share) as pages:
             made = network.units(spec, weights, self._form, pages)
         model.blocks[block] = made
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             self._given.setdefault(model_id, {})[block] = weights
         if model.graphs is not None:
             # Graphs have the old addresses of the weights.
@@ -289,7 +292,7 @@ class TorchEngine:
                     self.attach(model_id, block, weights)
                     yield
 
-    def _say_what_is_left(self, ranks: Ranks) -> None:
+    def _say_what_is_left(self, ranks: EngineRanks) -> None:
         if ranks.loss:
             telemetry.logger("engine").warning(
                 "models are run by fewer processes from now on",
@@ -302,7 +305,7 @@ class TorchEngine:
         have to be attached anew, and its sequences keep their KV. False: it is not lost."""
         model = self._models[model_id]
         manifest, before = model.manifest, model.network
-        if not (isinstance(before, LeadDecoder) and before.lost):
+        if not (isinstance(before, LedDecoder) and before.lost):
             return False
         assert self._ranks is not None
         self._ranks.settle()
@@ -338,7 +341,7 @@ class TorchEngine:
         network = self._model(base).network if base else None
         if not isinstance(network, Decoder):
             raise UnsupportedModel(f"model {base} takes no adapters")
-        if isinstance(network, LeadDecoder):
+        if isinstance(network, LedDecoder):
             return lambda: partial(network.make_adapter, manifest)
         compiled = self._kernels(network.dtype) is not None
         if not compiled and self._form != "stored":
@@ -368,7 +371,7 @@ class TorchEngine:
         if base is None or adapter.others is None:
             return adapter
         order, shared = adapter.others
-        share = base.network.share if isinstance(base.network, LeadDecoder) else WHOLE
+        share = base.network.share if isinstance(base.network, LedDecoder) else WHOLE
         if order.degree == share.of:
             return adapter
         made: Adapter = self.make_adapter(order.manifest)()(shared.bytes.numpy().data)
@@ -414,146 +417,19 @@ class TorchEngine:
         if not asleep:
             self._packed.leave(model_id)
 
-    def receive(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> int:
-        blocks = (0, self._model(model_id).manifest.n_blocks)
-        layers = self._model(model_id).layers_with_kv(*blocks)
-        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.adopt(sequence, tokens)
-        try:
-            self._kv.extend(sequence, movable(len(tokens)) - found)
-        except CapacityExceeded:
-            self._kv.free((key,))
-            raise
-        return found
-
-    def receive_more(self, key: SequenceKey, end: int) -> None:
-        sequence = self._kv.find(key)
-        if sequence is not None and end > sequence.length:
-            self._kv.extend(sequence, end - sequence.length)
-
-    def received(self, key: SequenceKey, tokens: tuple[int, ...]) -> None:
-        if sequence := self._kv.find(key):
-            self._kv.cut(sequence, len(tokens))
-            first = sequence.known * PAGE
-            self._kv.keep(sequence, first, tokens[first:])
-
-    def position_bytes(self, model_id: ModelId) -> int:
-        return self._kv.position_bytes(model_id)
-
-    def lend(self, key: SequenceKey, blocks: tuple[int, int], first: int, stop: int) -> KvLoan:
-        sequence = self._kv.find(key)
-        if sequence is None:
-            raise NotFound(f"there is no KV of sequence {key}")
-        layers = self._model(sequence.model_id).layers_with_kv(*blocks)
-        loan = self._kv.lend(key, layers, first, stop)
-        if self._device.type == "cuda":  # the step that writes these pages may still run there
-            loan.written = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            loan.written.record()
-        return loan
-
-    def give_back(self, loan: KvLoan) -> None:
-        loan.end()
-        self._kv.give_back(loan)
-
-    def adopt(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> int:
-        blocks = (0, self._model(model_id).manifest.n_blocks)
-        layers = self._model(model_id).layers_with_kv(*blocks)
-        if not layers:
-            return 0
-        sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.adopt(sequence, tokens)
-        # Without a cached prefix, the sweep starts the sequence itself.
-        if not found:
-            self._kv.free((key,))
-        return found
-
-    def restorable(
-        self,
-        model_id: ModelId,
-        key: SequenceKey,
-        tokens: tuple[int, ...],
-        limit: int,
-        adapter: ModelId = NO_ADAPTER,
-    ) -> Restoration | None:
-        if self._kv.host is None or not tokens:
-            return None
-        sequence = self._kv.find(key)
-        if sequence is None:
-            blocks = (0, self._model(model_id).manifest.n_blocks)
-            layers = self._model(model_id).layers_with_kv(*blocks)
-            sequence = self._kv.start(model_id, blocks, layers, key, limit, adapter)
-        found = self._kv.restorable(sequence, tokens)
-        if not sequence.length and not (found and found.worth):
-            self._kv.free((key,))
-        return found
-
-    def restore(self, key: SequenceKey) -> tuple[int, bool]:
-        sequence = self._kv.find(key)
-        if sequence is None:
-            raise NotFound(f"there is no KV of sequence {key}")
-        more = self._kv.restore(sequence)
-        return sequence.length, more
-
     def free(self, sequences: tuple[SequenceKey, ...]) -> None:
         self._kv.free(sequences)
         for model in self._models.values():
             model.processors.free(sequences)
             model.sums.free(sequences)
 
-    @property
-    def host_tier(self) -> HostTierLoad:
-        host = self._kv.host
-        if host is None:
-            return HostTierLoad()
-        return HostTierLoad(host.tier.nbytes, host.tier.used, host.saved, host.restored)
-
-    @property
-    def kv_used(self) -> int:
-        return self._kv.used
-
-    @property
-    def kv_capacity(self) -> int:
-        return self._kv.capacity
-
-    def kv_share(self, model_id: ModelId) -> int:
-        return self._kv.share(model_id)
-
-    def kv_parts(self, model_id: ModelId, start: int, stop: int) -> int:
-        model = self._models.get(model_id)
-        if model is None or stop > model.manifest.n_blocks:
-            return 1
-        return self._kv.parts(model_id, model.layers_with_kv(start, stop))
-
-    def kv_free(self, model_id: ModelId, promised: Mapping[Need, int]) -> int:
-        return self._kv.free_for(model_id, promised)
-
-    def make_room(self, wanted: Mapping[ModelId, int]) -> None:
-        self._kv.make_room(wanted)
-
-    def keeps(self, model_id: ModelId, start: int, stop: int) -> bool:
-        model = self._models.get(model_id)
-        if model is None or stop > model.manifest.n_blocks:
-            return True
-        return bool(model.layers_with_kv(start, stop))
-
     def begin(self, model_id: ModelId) -> TorchSweep:
         if self._kv.host is not None:
             self._kv.host.begin_step()
-        return TorchSweep(model_id, self._kv, self._model, self._adapters, self._step_floor_s)
+        check = self._ranks.check_results if self._ranks else lambda: None
+        return TorchSweep(
+            model_id, self._kv, self._model, self._adapters, self._step_floor_s, check
+        )
 
     @torch.inference_mode()
     def _record(self, model_id: ModelId, block: int) -> None:
@@ -562,8 +438,3 @@ class TorchEngine:
         if model.graphs is not None and (layers := model.layer_units(block)):
             kv = self._kv.of_layers(model_id, model.layers(block, block + 1))
             model.graphs.prepare(block, layers, kv)
-
-    def _model(self, model_id: ModelId) -> Model:
-        if model_id not in self._models:
-            raise NotFound(f"model {model_id} is not open here")
-        return self._models[model_id]

@@ -1,5 +1,5 @@
-"""What rank 0 says to the other ranks of a node, and what they answer (`ranks.py` and
-`rank.py`)."""
+"""What rank 0 says to the other ranks of a node, and what they answer (`ranks.py`,
+`rank.py`, and on GPUs `device_ranks.py`, `device_rank.py`)."""
 
 import socket
 import struct
@@ -35,6 +35,12 @@ class DropCache(_Order, frozen=True):
     """No model needs it any more."""
 
 
+class TakeCache(_Order, frozen=True):
+    """Take memory of your own device for your share of all models' KV. It is answered."""
+
+    nbytes: int
+
+
 class Meet(_Order, frozen=True):
     """Come to a meeting, and do nothing."""
 
@@ -59,7 +65,7 @@ class OpenModel(_Order, frozen=True):
 
 
 class AttachBlock(_Order, frozen=True):
-    """Make your share of the block runnable. It is answered by Done."""
+    """Make your share of the block runnable. It is answered."""
 
     model: ModelId
     block: int
@@ -77,6 +83,20 @@ class Plan(_Order, frozen=True):
 
     model: ModelId
     plan: StepPlan
+
+
+class Rows(_Order, frozen=True):
+    """The same, for ranks that plan the steps themselves."""
+
+    model: ModelId
+    firsts: Int32s
+    """For each row the position at which it begins. The same for `counts` and `pages_each`."""
+    counts: Int32s
+    """How many positions it has."""
+    pages_each: Int32s
+    """How many pages it reads and writes."""
+    pages: Int32s
+    """Those of all rows."""
 
 
 class Run(_Order, frozen=True):
@@ -97,6 +117,37 @@ class Head(_Order, frozen=True):
     rows: int
 
 
+class Kv(msgspec.Struct, frozen=True, array_like=True):
+    """The cache of some layers of a model."""
+
+    model: ModelId
+    layers: int
+    at: int
+    """See `cache_at` and `cache_step` of Run."""
+    step: int
+
+
+class ErasePages(_Order, frozen=True):
+    """See `KvMemory.erase`."""
+
+    kv: Kv
+    pages: Int32s
+
+
+class CopyPages(_Order, frozen=True):
+    """See `KvMemory.copy`."""
+
+    kv: Kv
+    source: Int32s
+    target: Int32s
+
+
+class WarmUp(_Order, frozen=True):
+    """Do the next piece of the model's warm-up (warmup.py), with all ranks."""
+
+    model: ModelId
+
+
 class UseAdapter(_Order, frozen=True):
     """Make your share of an adapter runnable. The memory with its block's bytes comes along."""
 
@@ -114,6 +165,7 @@ class DropAdapter(_Order, frozen=True):
 Order = (
     UseRoom
     | UseCache
+    | TakeCache
     | DropCache
     | Meet
     | Rehearse
@@ -122,9 +174,13 @@ Order = (
     | CloseModel
     | UseAdapter
     | DropAdapter
+    | WarmUp
     | Plan
+    | Rows
     | Run
     | Head
+    | ErasePages
+    | CopyPages
 )
 
 

@@ -2,28 +2,21 @@
 node says (`ranks.py`). It ends with the thread of the node that started it.
 """
 
-import ctypes
-import os
-import signal
-import socket
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from typing import Any, cast
+from typing import cast
 
 import torch
 
-from services.node.checkpoints.architecture import read_config
-from services.node.checkpoints.config import ModelConfig
 from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.linear import Form
 from services.node.engine.model import Model
+from services.node.engine.obeying import begin, decoder_config, obey
 from services.node.engine.orders import (
     AttachBlock,
-    Channel,
     CloseModel,
     Done,
     DropAdapter,
@@ -49,7 +42,6 @@ from services.node.memory.shelf import Shelf
 from shared.errors import as_typed
 from shared.ids import ModelId
 
-_PR_SET_PDEATHSIG = 1
 CPU = torch.device("cpu")
 
 
@@ -109,7 +101,7 @@ class Rank:
 
     def _open(self, order: OpenModel) -> None:
         manifest, team = order.manifest, self._teams[order.degree]
-        config = _decoder_config(manifest.config)
+        config = decoder_config(manifest.config)
         decoder = Decoder(
             config,
             check_manifest(manifest, config),
@@ -146,7 +138,7 @@ class Rank:
             self._packed.leave(order.model)
 
     def _adapter(self, order: UseAdapter, shared: Shared) -> Adapter:
-        config, share = _decoder_config(order.base), self._teams[order.degree].share
+        config, share = decoder_config(order.base), self._teams[order.degree].share
         made = read_adapter(order.manifest, shared.bytes, config, CPU, compiled=True, share=share)
         made.settle()
         return made
@@ -169,30 +161,15 @@ class Rank:
         team.meet()
 
 
-def _decoder_config(raw: dict[str, Any]) -> ModelConfig:
-    config = read_config(raw)
-    assert isinstance(config, ModelConfig)
-    return config
-
-
 def _taken(descriptor: int | None) -> Shared:
     assert descriptor is not None
     return Shared(descriptor)
 
 
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request took effect
-        os._exit(1)
-
-
 @torch.inference_mode()
 def main(argv: Sequence[str]) -> None:
     rank, degrees, threads, form, kept, parent, connection, place, arena = argv
-    die_with(int(parent))
-    for number in (signal.SIGINT, signal.SIGTERM):  # the node's to obey: it ends its ranks
-        signal.signal(number, signal.SIG_IGN)
+    channel = begin(parent, connection)
     compiled = kernels.load()
     assert compiled is not None
     own, met = int(rank), Shared(int(place))
@@ -203,14 +180,8 @@ def main(argv: Sequence[str]) -> None:
     }
     seen = Shared(int(arena), copied=True)
     one = Rank(teams, compiled, seen, cast(Form, form), int(kept))
-    channel = Channel(socket.socket(fileno=int(connection)), answers=False)
-    with suppress(EOFError, ConnectionError):  # rank 0 is gone
-        channel.send(Done())
-        while True:
-            order, descriptor = channel.receive()
-            answer = one.obey(cast(Order, order), descriptor)
-            if answer is not None:
-                channel.send(answer)
+    channel.send(Done())
+    obey(channel, one.obey)
 
 
 if __name__ == "__main__":

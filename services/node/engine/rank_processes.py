@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from services.node.engine.orders import Channel, Done, Order
 from services.node.memory.views import Memory, find
@@ -19,6 +19,8 @@ class RankProcesses:
         """`most`: how many ranks there are, with this process. `arena`: what blocks lie in."""
         self.spare = False
         """Whether the node can do without them."""
+        self.on_loss: Callable[[], None] = lambda: None
+        """Is called after some were lost that are spare, on any thread."""
         self.loss = ""
         """How the rank ended that ended first; empty: none did. Any thread may read it."""
         self._arena = arena
@@ -82,6 +84,11 @@ class RankProcesses:
         self._lose(1, why)
         for process in tuple(self._processes):
             process.kill()
+
+    @property
+    def staging(self) -> str:
+        """How blocks get from the arena to the ranks' devices, in words. Empty: they stay there."""
+        return ""
 
     @property
     def processes(self) -> tuple[int, ...]:

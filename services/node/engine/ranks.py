@@ -10,8 +10,7 @@ Where the degree is a fixed one, that ends the node. Where each model has its ow
 with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import msgspec
@@ -22,13 +21,11 @@ from services.node.engine import kernels
 from services.node.engine.adapters import Adapter, read_adapter
 from services.node.engine.attention import Span
 from services.node.engine.base import Bell
-from services.node.engine.decoder import Decoder
 from services.node.engine.kernel_step import KernelStep
 from services.node.engine.kv_memory import KvMemory
+from services.node.engine.leading import EngineRanks, LedDecoder
 from services.node.engine.linear import Form
 from services.node.engine.orders import (
-    AttachBlock,
-    DropCache,
     Head,
     Meet,
     OpenModel,
@@ -39,8 +36,7 @@ from services.node.engine.orders import (
     UseCache,
     UseRoom,
 )
-from services.node.engine.rank_processes import RankProcesses
-from services.node.engine.share import Share
+from services.node.engine.share import Share, check_divides
 from services.node.engine.step import Step, plan_step
 from services.node.engine.team import Shared, Team, head_room, prepare, write_share
 from services.node.engine.weights import HeadUnit, LayerUnit
@@ -52,25 +48,16 @@ from shared.layout import Manifest
 RANK = "services.node.engine.rank"
 
 
-class Ranks(RankProcesses):
-    """All processes of a node that run models with this one."""
-
+class Ranks(EngineRanks):
     def __init__(self, degrees: Sequence[int], arena: Memory) -> None:
         """`degrees`: those of the teams. `arena`: what blocks lie in."""
         super().__init__(max(degrees), arena)
-        self.on_loss: Callable[[], None] = lambda: None
-        """Is called after teams were lost, on any thread."""
         self.teams: dict[int, Lead] = {}
-        """By degree. Empty before the start. Those that are lost are among them until `settle`."""
         self._degrees = tuple(degrees)
         self._place = prepare(degrees)
         self._cache = torch.empty(0)
 
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
-        """Starts the other ranks' processes, and waits until they are there. They end with this
-        thread. `threads`: of the node, which all ranks of a team share. `form` and `kept_bytes`:
-        see TorchEngine. `spare`: the node can do without any of the teams. ConfigError: there are
-        no kernels for such weights. EngineFailed: a rank has ended, and is not spare."""
         self.spare = spare
         most = max(self._degrees)
         if form == "stored" or kernels.load() is None:
@@ -101,11 +88,9 @@ class Ranks(RankProcesses):
 
     @property
     def degrees(self) -> tuple[int, ...]:
-        """Those of the teams that are not lost; all, if they are not spare."""
         return tuple(n for n in self._degrees if n <= self._left or not self.spare)
 
     def settle(self) -> None:
-        """Once this returns, nobody does anything for a team that is lost."""
         while len(self._channels) >= (left := max(self.degrees, default=1)):
             self._end(left)
             if left > 1:  # the others may be at a step of such a team
@@ -116,7 +101,7 @@ class Ranks(RankProcesses):
     # --- what they share ----------------------------------------------------
 
     def kv(self, device: torch.device) -> KvMemory:
-        """Where KV lies that all ranks read and write."""
+        """All ranks read and write it."""
         return KvMemory(device, self._new_cache)
 
     def _new_cache(self, nbytes: int) -> torch.Tensor:
@@ -126,11 +111,10 @@ class Ranks(RankProcesses):
 
     def drop_cache(self) -> None:
         self._cache = torch.empty(0)
-        self.tell(DropCache())
+        super().drop_cache()
 
     def use_adapter(self, name: ModelId, adapter: Adapter) -> Adapter:
-        """The ranks of its base take it. Returns it without the bytes, unless another team may need
-        them."""
+        """It is kept without the bytes, unless another team may need them."""
         if adapter.others is None:
             return adapter
         order, shared = adapter.others
@@ -159,7 +143,6 @@ class Lead(Team):
 
     @property
     def lost(self) -> bool:
-        """Whether the node goes on without this team."""
         return self.share.of not in self.ranks.degrees
 
     def tell(self, order: Order) -> None:
@@ -169,19 +152,46 @@ class Lead(Team):
         return self.ranks.hear(self.share.of)
 
     def check(self) -> None:
-        """EngineFailed: the team is lost, and what it has just done is worth nothing."""
         if self.lost:
             self.ranks.settle()
             raise self.ranks.failed()
+
+    def check_divides(self, config: ModelConfig, dtype: torch.dtype) -> None:
+        check_divides(self.share.of, config, dtype)
+
+    def decoder(
+        self,
+        model: ModelId,
+        manifest: Manifest,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        longest: int,
+        *,
+        fused: bool,
+        compiled: kernels.Kernels | None,
+        adapters: Mapping[ModelId, Adapter],
+        devices: int,
+    ) -> "LeadDecoder":
+        return LeadDecoder(
+            model,
+            manifest,
+            self,
+            config,
+            dtype,
+            device,
+            longest,
+            compiled=compiled,
+            adapters=adapters,
+            devices=devices,
+        )
 
     def _grown(self, nbytes: int) -> torch.Tensor:
         degree = self.share.of
         return self.ranks.share(nbytes + nbytes // 2, UseRoom(degree), degree=degree)
 
 
-class LeadDecoder(Decoder):
-    """A decoder whose other shares are at other ranks."""
-
+class LeadDecoder(LedDecoder):
     def __init__(
         self,
         model: ModelId,
@@ -192,52 +202,23 @@ class LeadDecoder(Decoder):
         device: torch.device,
         longest: int,
         *,
-        fused: bool,
         compiled: kernels.Kernels | None,
         adapters: Mapping[ModelId, Adapter],
         devices: int,
     ) -> None:
-        """`check_divides` has seen the model. `devices`: how many devices give their threads to
-        it."""
+        """See `Leads.decoder`."""
         super().__init__(
-            config,
-            dtype,
-            device,
-            longest,
-            fused=fused,
-            compiled=compiled,
-            adapters=adapters,
-            team=lead,
+            config, dtype, device, longest, compiled=compiled, adapters=adapters, team=lead
         )
         self._model, self._manifest = model, manifest
-        self._lead = lead
+        self._lead = self._team = lead
         lead.tell(OpenModel(model, lead.share.of, manifest, longest, devices))
 
-    @property
-    def share(self) -> Share:
-        return self._lead.share
-
-    @property
-    def lost(self) -> bool:
-        """Whether its team is."""
-        return self._lead.lost
-
-    @contextmanager
-    def attaching(self, block: int, weights: object) -> Iterator[None]:
-        """All ranks attach the block, this one in the context. CapacityExceeded: one has no memory
-        left. EngineFailed: one has ended."""
-        offset = self._lead.ranks.offset(weights)
-        self._lead.tell(AttachBlock(self._model, block, offset))
-        try:
-            yield
-        finally:
-            errors = self._lead.hear()
-        self._lead.check()
-        if errors:
-            raise errors[0]
+    def warm_up(self) -> Iterator[None]:
+        """On a CPU there is nothing to do: see `TorchEngine.warm_up`."""
+        return iter(())
 
     def make_adapter(self, manifest: Manifest, weights: memoryview) -> Adapter:
-        """This rank's share, with the bytes for the others."""
         share = self.share
         made = read_adapter(manifest, weights, self.config, self.device, compiled=True, share=share)
         order = UseAdapter(ModelId(""), share.of, manifest, self._manifest.config)
@@ -248,17 +229,17 @@ class LeadDecoder(Decoder):
     def step(self, spans: Sequence[Span]) -> Step:
         plan = plan_step(spans, self.attention.group)
         step = self.planned(plan)
-        self._lead.tell(Plan(self._model, plan))
-        return LeadStep(step, self._lead)
+        self._team.tell(Plan(self._model, plan))
+        return LeadStep(step, self._team)
 
     def head(self, unit: HeadUnit, hidden: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
         x = self.states(unit, hidden, rows)
-        given, logits = head_room(self._lead, self.config, self.dtype, len(x))
+        given, logits = head_room(self._team, self.config, self.dtype, len(x))
         given.copy_(x)
-        self._lead.tell(Head(self._model, len(x)))
+        self._team.tell(Head(self._model, len(x)))
         write_share(unit, given, logits)
-        self._lead.meet()
-        self._lead.check()
+        self._team.meet()
+        self._team.check()
         return logits.clone()
 
 

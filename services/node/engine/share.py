@@ -108,6 +108,11 @@ def check_divides(degree: int, config: ModelConfig, dtype: torch.dtype) -> None:
             f"node.tensor_parallel is {degree}, and models in {dtype} are not divided: serve this "
             f"one on nodes where it is 1, or publish it in bfloat16"
         )
+    check_heads(degree, config)
+
+
+def check_heads(degree: int, config: ModelConfig) -> None:
+    """Raises UnsupportedModel if the model's heads cannot be divided among `degree` ranks."""
     if config.n_kv_heads % degree:
         able = [n for n in range(1, config.n_kv_heads + 1) if config.n_kv_heads % n == 0]
         raise UnsupportedModel(

@@ -94,10 +94,13 @@ class TorchSweep:
         find: Callable[[ModelId], Model],
         adapters: Mapping[ModelId, Adapter],
         floor_s: float,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """`adapters`: those that rows may name. `floor_s`: the least seconds for all of the model's
-        blocks; some of the blocks take their share."""
+        blocks; some of the blocks take their share. `check`: is called once results have come from
+        the device, and raises an error if they are worth nothing."""
         self._floor_s = floor_s
+        self._check = check
         self._due_s = 0.0
         self._model_id = model_id
         self._kv = kv
@@ -174,6 +177,8 @@ class TorchSweep:
                     if called and time.monotonic() >= until:
                         break
                 left |= self._let_off(lambda rider: rider.stop == self._at)
+                if left:
+                    self._check()
             return left
 
     def _next_stop(self) -> int:

@@ -50,13 +50,13 @@ def warm_up(network: Network) -> Iterator[None]:
 def _warm_up_decoder(decoder: Decoder) -> Iterator[None]:
     kinds = {layer: unit for unit, layer in enumerate(decoder.config.layers, start=1)}
     for unit in kinds.values():
-        layer = _without_weights(decoder, unit)
+        layer = _without_weights(decoder, unit, decoder.weights_at)
         assert isinstance(layer, LayerUnit)
         for sequences, positions in BATCHES:
             _run_layer(decoder, layer, sequences, positions)
             yield
         del layer
-    head = _without_weights(decoder, decoder.config.n_units - 1)
+    head = _without_weights(decoder, decoder.config.n_units - 1, decoder.weights_at)
     assert isinstance(head, HeadUnit)
     for sequences in sorted({sequences for sequences, _ in BATCHES}):
         _run_head(decoder, head, sequences)
@@ -65,7 +65,7 @@ def _warm_up_decoder(decoder: Decoder) -> Iterator[None]:
 
 def _warm_up_encoder(encoder: Encoder) -> Iterator[None]:
     last = encoder.config.n_units - 1
-    patches, layer, head = (_without_weights(encoder, unit) for unit in (0, 1, last))
+    patches, layer, head = (_without_weights(encoder, n, encoder.device) for n in (0, 1, last))
     for images in IMAGES:
         _run_encoder(encoder, patches, layer, head, images)
         yield
@@ -73,18 +73,19 @@ def _warm_up_encoder(encoder: Encoder) -> Iterator[None]:
 
 def _warm_up_text_encoder(encoder: TextEncoder) -> Iterator[None]:
     last = encoder.config.n_units - 1
-    words, layer, norm = (_without_weights(encoder, unit) for unit in (0, 1, last))
+    words, layer, norm = (_without_weights(encoder, n, encoder.device) for n in (0, 1, last))
     for texts, positions in TEXTS:
         _run_text_encoder(encoder, words, layer, norm, texts, positions)
         yield
 
 
-def _without_weights(network: Network, unit: int) -> Any:
+def _without_weights(network: Network, unit: int, at: torch.device) -> Any:
+    """`at`: where the bytes of its blocks lie."""
     dtype = str(network.dtype).removeprefix("torch.")
     shapes = network.config.unit_tensors(unit)
     (block,) = lay_out([[UnitTensor(name, dtype, shape) for name, shape in shapes.items()]])
     block = msgspec.structs.replace(block, first_unit=unit, last_unit=unit)
-    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=network.device)
+    zeros = torch.zeros(block.nbytes, dtype=torch.uint8, device=at)
     (made,) = network.units(block, zeros, "stored")
     return made
 

@@ -197,22 +197,34 @@ class DecoderTensors(BlockTensors):
         if unit == 0:
             return EmbeddingUnit(self._joined([EMBEDDING]))
         if unit == config.n_units - 1:
-            return HeadUnit(self._joined([FINAL_NORM]), self._divided(self._joined([HEAD])))
+            return HeadUnit(self._vector(FINAL_NORM), self._head(self._joined([HEAD])))
         prefix = f"model.layers.{unit - 1}."
         attention, layer = prefix + "self_attn.", config.layers[unit - 1]
         return LayerUnit(
             number=unit - 1,
-            input_norm=self._joined([prefix + "input_layernorm.weight"]),
+            input_norm=self._vector(prefix + "input_layernorm.weight"),
             qkv=self._heads(attention, config),
             qk_norm=self._qk_norm(attention, config) if config.qk_norm else None,
             window=layer.window,
-            o=self._divided(*self._matrix(attention, ("o_proj",))),
-            post_norm=self._joined([prefix + "post_attention_layernorm.weight"]),
+            o=self._added(
+                *self._matrix(attention, ("o_proj",)),
+                self._share.heads(config.n_heads * config.head_dim),
+            ),
+            post_norm=self._vector(prefix + "post_attention_layernorm.weight"),
             mlp=self._expert_mlp(prefix) if layer.experts else self._mlp(prefix + "mlp."),
         )
 
+    def _vector(self, name: str) -> torch.Tensor:
+        """A tensor that every rank has."""
+        return self._joined([name])
+
+    def _cut(
+        self, tensor: torch.Tensor, sizes: Sequence[int], own: Sequence[range]
+    ) -> torch.Tensor:
+        return cut(tensor, sizes, own)
+
     def _qk_norm(self, prefix: str, config: ModelConfig) -> torch.Tensor:
-        q, k = self._joined([prefix + "q_norm.weight"]), self._joined([prefix + "k_norm.weight"])
+        q, k = self._vector(prefix + "q_norm.weight"), self._vector(prefix + "k_norm.weight")
         heads = (len(self._share.heads(n)) for n in (config.n_heads, config.n_kv_heads))
         return torch.cat([norm.expand(n, -1) for norm, n in zip((q, k), heads, strict=True)])
 
@@ -221,9 +233,16 @@ class DecoderTensors(BlockTensors):
         whole = self._matrix(prefix, ("q_proj", "k_proj", "v_proj"))
         sizes = [n * config.head_dim for n in (config.n_heads, *2 * (config.n_kv_heads,))]
         own = [self._share.heads(size) for size in sizes]
-        weight, bias = (None if each is None else cut(each, sizes, own) for each in whole)
+        weight, bias = (None if each is None else self._cut(each, sizes, own) for each in whole)
         assert weight is not None
         return self._formed(weight, bias)
+
+    def _head(self, weight: torch.Tensor) -> Linear:
+        return self._divided(weight)
+
+    def _added(self, weight: torch.Tensor, bias: torch.Tensor | None, inputs: range) -> Linear:
+        """A product that is added to hidden states. `inputs`: those that this rank computes."""
+        return self._divided(weight, bias)
 
     def _divided(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         own = self._share.outputs(len(weight))
@@ -233,8 +252,9 @@ class DecoderTensors(BlockTensors):
 
     def _mlp(self, prefix: str) -> Mlp:
         weight, bias = self._matrix(prefix, ("gate_proj", "up_proj"))
-        down = self._matrix(prefix, ("down_proj",))
-        return Mlp(self._gate(weight, bias, self._share), self._divided(*down))
+        down, down_bias = self._matrix(prefix, ("down_proj",))
+        inputs = self._share.outputs(down.shape[1])
+        return Mlp(self._gate(weight, bias, self._share), self._added(down, down_bias, inputs))
 
     def _expert_mlp(self, prefix: str) -> ExpertMlp:
         gate_up, down = self._joined([prefix + GATE_UP]), self._joined([prefix + DOWN])
@@ -250,7 +270,7 @@ class DecoderTensors(BlockTensors):
     def _gate(self, weight: torch.Tensor, bias: torch.Tensor | None, share: Share) -> Gate:
         size = len(weight) // 2
         own = share.outputs(size)
-        weight = cut(weight, (size, size), (own, own))
-        bias = None if bias is None else cut(bias, (size, size), (own, own))
+        weight = self._cut(weight, (size, size), (own, own))
+        bias = None if bias is None else self._cut(bias, (size, size), (own, own))
         among = Among(own.start, size)
         return gate(weight, bias, self._form, self._silu_times, self._pages, among)

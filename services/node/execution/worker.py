@@ -78,10 +78,12 @@ class Worker:
         kv_mover: Callable[[], KvMover | None] = lambda: None,
         worth: Worth = lambda model_id, positions, nbytes: True,
         broken: Callable[[], str] = str,
+        staging: Callable[[], str] = str,
     ) -> None:
         """`device`: where the engine computes, if not in host memory. The caller opens it before
         the worker is started, and closes it after the worker has ended. `kv_mover` (asked for when
-        the threads start) and `worth`: see `Steps`. `broken`: see `Pulse`."""
+        the threads start) and `worth`: see `Steps`. `broken`: see `Pulse`. `staging`:
+        how weights reach devices other than `device`, once the engine is made."""
         if slots < 1 or step_tokens < 1:
             raise ConfigError("node.slots and node.step_tokens must be at least 1")
         self._node = node
@@ -96,6 +98,7 @@ class Worker:
         self._kv_mover = kv_mover
         self._worth = worth
         self._broken = broken
+        self._staging = staging
         self._log = telemetry.logger("worker", node=node)
         self._calls: list[Call] = []
         self._changed = threading.Condition()
@@ -321,7 +324,7 @@ class Worker:
     @property
     def staging(self) -> str:
         """How weights reach the engine's device, in words; empty: it computes where they land."""
-        return self._device.staging if self._device else ""
+        return self._device.staging if self._device else self._staging()
 
     def load(self) -> WorkerLoad:
         return self._load

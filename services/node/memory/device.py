@@ -24,6 +24,7 @@ import torch
 
 from services.node.memory.cuda import CudaDriver, CudaError, Driver
 from services.node.memory.landing import Landing
+from services.node.memory.page_lock import page_lock, page_unlock
 from services.node.memory.ranges import Ranges
 from services.node.memory.views import Memory, address, find
 from shared import telemetry
@@ -60,21 +61,12 @@ class CudaLink:
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-        self._cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def lock(self, memory: memoryview) -> None:
-        with torch.cuda.device(self._device):
-            status = int(self._cudart.cudaHostRegister(address(memory), len(memory), 0))
-        # CUDA keeps a failure for the next kernel of this thread to report; this thread runs none.
-        if status:
-            raise CapacityExceeded(
-                f"{len(memory)} bytes of host memory cannot be page-locked: "
-                f"{torch.cuda.CudaError(status)}"
-            )
+        page_lock(self._device, address(memory), len(memory))  # this thread runs no kernel
 
     def unlock(self, memory: memoryview) -> None:
-        with torch.cuda.device(self._device):
-            self._cudart.cudaHostUnregister(address(memory))
+        page_unlock(self._device, address(memory))
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)

@@ -39,6 +39,17 @@ def test_the_copies_of_weights_that_a_cpu_makes_are_left_room() -> None:
     assert kv_budget(config(cpu_weights="int8"), CPU).nbytes == 365
 
 
+def test_weights_that_come_to_a_gpu_later_are_left_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One GPU has its whole arena already; of several, each gets slices as blocks come."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (500, 1000))
+    gpu = torch.device("cuda:0")
+    assert kv_budget(config(), gpu).nbytes == 400
+    assert kv_budget(config(tensor_parallel="auto"), gpu).nbytes == 400
+    assert kv_budget(config(tensor_parallel=3), gpu).nbytes == 400 - 24
+    with pytest.raises(CapacityExceeded, match="beside its share of the arena, 24 bytes"):
+        kv_budget(config(tensor_parallel=3, kv_bytes=477), gpu)
+
+
 def test_what_is_asked_for_is_had_or_refused() -> None:
     assert kv_budget(config(kv_bytes=500), CPU).nbytes == 500
     with pytest.raises(CapacityExceeded, match=r"kv_bytes is 501, and 500 bytes are left"):
