@@ -21,9 +21,9 @@ from typing import NoReturn
 
 import msgspec
 
-from services.cli.lasting import lasting
 from services.local.forking import LARGEST, READY, Order, encode_code, encode_pid
-from services.local.processes import die_with_parent
+from shared.lasting import lasting
+from shared.parents import die_with_parent
 
 MODULES = (
     "services.cli.main",

@@ -18,13 +18,13 @@ from services.local.credentials import OPERATOR, User
 from services.local.forking import Forked, ForkServer, Order
 from services.local.nats_servers import HERE, NatsServers, Place, free_ports
 from services.local.private import private_directory
-from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
+from services.local.processes import NATS, ClusterState, ProcessRecord
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig, load
 from shared.counters import last_number
-from shared.errors import BusError
+from shared.errors import BusError, StartFailed
 from shared.ids import NodeId
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import PlannerQuery, PlannerState

@@ -19,7 +19,8 @@ from pathlib import Path
 import msgspec
 
 from services.local.private import private_directory
-from services.local.processes import StartFailed, die_with_parent
+from shared.errors import StartFailed
+from shared.parents import die_with_parent
 
 PROGRAM = "services.cli.fork_server"
 READY = b"ready"

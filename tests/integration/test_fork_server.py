@@ -14,7 +14,7 @@ from services.cli.fork_server import Server
 from services.local import processes
 from services.local.forking import Forked, ForkServer, Order
 from services.local.nats_server import NatsServer
-from services.local.processes import StartFailed
+from shared.errors import StartFailed
 
 
 @pytest.fixture(scope="module")
