@@ -6,14 +6,15 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from services.local.forking import ForkServer
+from services.local.forking import fork_server
+from shared.forking import ForkServer
 
 _LOG = "fork-server.log"
 
 
 @cache
 def server() -> ForkServer:
-    return ForkServer(_directory() / _LOG, os.environ)
+    return fork_server(_directory() / _LOG, os.environ)
 
 
 def stop() -> None:

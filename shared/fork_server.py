@@ -1,6 +1,6 @@
-"""`python -m services.cli.fork_server`: forks the processes of a local cluster's services.
+"""`python -m shared.fork_server MODULES`: forks processes (`forking.py`).
 
-It imports what any service needs, and then forks for each order that comes through its standard
+It imports the modules, and then forks for each order that comes through its standard
 input, a socket. It has a single thread and opens no device, so that nothing is missing in what it
 forks. When the other end of the socket is closed it ends at once, and the kernel ends its children.
 A SIGTERM lets it wait until they have ended.
@@ -15,21 +15,17 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
-from services.local.forking import LARGEST, READY, Order, encode_code, encode_pid
+from shared.forking import LARGEST, READY, Order, encode_code, encode_pid
 from shared.lasting import lasting
 from shared.parents import die_with_parent
 
-MODULES = (
-    "services.cli.main",
-    *(f"services.{role}.service" for role in ("gateway", "planner", "registry", "node")),
-    "services.node.real_parts",
-)
 THREADS = "OPENBLAS_NUM_THREADS"
 """NumPy's library starts its threads when it is imported."""
 _PR_SET_NAME = 15
@@ -141,27 +137,26 @@ def become(order: Order) -> None:
     os.environ.update(order.settings)
 
 
-def _import_all() -> None:
+def _import_all(modules: Sequence[str]) -> None:
     given = os.environ.get(THREADS)
     os.environ[THREADS] = "1"
     with lasting():
-        for module in MODULES:
+        for module in modules:
             importlib.import_module(module)
     del os.environ[THREADS]
     if given is not None:
         os.environ[THREADS] = given
 
 
-def run() -> int:
-    _import_all()
+def run(modules: Sequence[str]) -> int:
+    _import_all(modules)
     with socket.socket(fileno=os.dup(0)) as orders:
         order = Server(orders).follow()
     if order is None:
         return 0
     become(order)
-    from services.cli.main import main
-
-    return main(order.words)
+    code: int | None = importlib.import_module(order.module).main(order.arguments)
+    return code or 0
 
 
 def end(code: int) -> NoReturn:
@@ -175,4 +170,4 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end(run())
+    end(run(sys.argv[1:]))
