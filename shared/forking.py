@@ -12,33 +12,42 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import weakref
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from concurrent.futures import Future
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import msgspec
 
 from shared.errors import StartFailed
-from shared.parents import die_with_parent
 
 PROGRAM = "shared.fork_server"
 READY = b"ready"
 LARGEST = 1 << 20
 """Bytes of an order."""
+THREADS = "OPENBLAS_NUM_THREADS"
+"""NumPy's library starts its threads when it is imported."""
 _PID_BYTES, _CODE_BYTES = 8, 4
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Fork, and call `main(arguments)` of a module, which returns the exit code or None. With it
-    goes the writing end of a pipe, through which the pid comes back, or a negative errno; and after
-    a pid the exit code, when there is one."""
+    """Fork, and call `main(arguments)` of a module, which returns the exit code or None.
+
+    With it goes a socket, through which the pid comes back with a descriptor of the process, or a
+    negative errno; and after a pid the exit code, when there is one. Further descriptors are the
+    new process's: their numbers are added to its arguments.
+    """
 
     name: str
     module: str
     arguments: tuple[str, ...]
-    settings: dict[str, str]
-    """More environment variables."""
-    log: str
+    environment: dict[str, str]
+    """All of its variables. But what a library reads when it is loaded it has read in the
+    server's."""
+    log: str = ""
+    """The file that its output goes to; empty: where the server's goes."""
     network: str = ""
     """The file of its network namespace; empty: the server's."""
 
@@ -52,149 +61,183 @@ def encode_code(code: int) -> bytes:
 
 
 class Forked:
-    """A process that a fork server has forked; as a Popen, as far as clusters need it."""
+    """A process that a fork server has forked; as a Popen, as far as it is needed. Any thread may
+    use it."""
 
-    def __init__(self, pid: int, status: int) -> None:
-        """`status`: the reading end of its pipe."""
+    def __init__(self, pid: int, process: int, status: int) -> None:
+        """`process`: a descriptor that stands for the process, also when another one has its pid.
+        `status`: of the socket that the exit code comes through."""
         self.pid = pid
+        self._process = process
         self._status = status
         self._code: int | None = None
+        self._ending = threading.Lock()
+        for descriptor in (process, status):
+            weakref.finalize(self, os.close, descriptor)
 
     def poll(self) -> int | None:
         """Its exit code, negative for a signal. None: it runs."""
-        if self._code is None and _readable(self._status, 0.0):
-            self._end()
-        return self._code
+        return self._end() if _readable(self._process, 0.0) else None
 
     def wait(self, timeout: float | None = None) -> int:
         """Its exit code, once it has one. TimeoutError: it has none within `timeout` seconds."""
-        if self._code is None:
-            if not _readable(self._status, timeout):
-                raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
-            self._end()
-        assert self._code is not None
-        return self._code
+        if not _readable(self._process, timeout):
+            raise TimeoutError(f"process {self.pid} did not end within {timeout} s")
+        return self._end()
 
     async def ended(self) -> int:
         """As `wait`, beside other tasks."""
-        if self.poll() is None:
-            await _until_readable(self._status)
-        return self.wait()
+        await _until_readable(self._process)
+        return self._end()
 
-    def _end(self) -> None:
-        told = os.read(self._status, _CODE_BYTES)
-        os.close(self._status)
-        if told:
-            self._code = int.from_bytes(told, "little", signed=True)
-        else:  # the fork server was killed, and the kernel kills this process with it
-            _wait_until_gone(self.pid)
-            self._code = -signal.SIGKILL
+    def kill(self) -> None:
+        """Has the kernel kill it, unless it has ended."""
+        with suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+
+    def _end(self) -> int:
+        with self._ending:
+            if self._code is None:
+                told = os.read(self._status, _CODE_BYTES)
+                # Nothing: the fork server was killed, and the kernel killed this process with it.
+                code = int.from_bytes(told, "little", signed=True)
+                self._code = code if told else -signal.SIGKILL
+            return self._code
 
 
 class ForkServer:
-    """The server's process is started when it is first needed, and again if it has died."""
+    """The server's process is started when it is first needed, and again if it has died. Any thread
+    may use it. A process that was forked from the one that started it has one of its own."""
 
     def __init__(
-        self, what: str, modules: Sequence[str], log: Path, environment: Mapping[str, str]
+        self, what: str, modules: Sequence[str], log: Path | None, environment: Mapping[str, str]
     ) -> None:
         """`what`: what the processes are called together. `modules`: those that it imports. `log`:
-        of the server, in a directory that is there. `environment`: of the server and of all that it
-        forks."""
+        of the server, in a directory that is there; None: its output goes where this process's
+        goes. `environment`: of the server."""
+        self.environment = environment
         self._what = what
         self._modules = modules
         self._log = log
-        self._environment = environment
+        self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._orders: socket.socket | None = None
+        self._owner = 0
+        """The process that started it."""
 
-    def start(self) -> None:
-        """Has it begin to import, if it has not yet."""
-        self._connected()
+    def start(self) -> int:
+        """Has it begin to import, if it has not yet. Returns its pid."""
+        _, process = self._connected()
+        return process.pid
 
     async def ready(self) -> None:
         """Returns once it has imported everything. StartFailed: it could not."""
-        orders = self._connected()
+        orders, process = self._connected()
         await _until_readable(orders.fileno())
         try:
             told = orders.recv(len(READY), socket.MSG_PEEK)
         except ConnectionResetError:
             told = b""
         if told != READY:
-            raise self._failure()
+            raise self._failure(process)
 
-    def fork(self, order: Order) -> Forked:
-        """Starts a process in a session of its own, with its output at the end of the order's log.
-        It blocks until the server is `ready`. StartFailed: the server or the process cannot be
-        started."""
-        orders = self._connected()
-        reading, writing = os.pipe()
-        try:
-            socket.send_fds(orders, [msgspec.msgpack.encode(order)], [writing])
-        except OSError as error:  # it died a moment ago
-            os.close(reading)
-            raise self._failure() from error
-        finally:
-            os.close(writing)
-        told = os.read(reading, _PID_BYTES)
-        pid = int.from_bytes(told, "little", signed=True)
-        if pid > 0:
-            return Forked(pid, reading)
-        os.close(reading)
+    def fork(self, order: Order, descriptors: Sequence[int] = ()) -> Forked:
+        """Starts a process in a session of its own, which gets copies of the descriptors. It blocks
+        until the server is `ready`. StartFailed: the server or the process cannot be started."""
+        orders, process = self._connected()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours:
+            try:
+                with theirs:
+                    data = msgspec.msgpack.encode(order)
+                    socket.send_fds(orders, [data], [theirs.fileno(), *descriptors])
+                told, given, _, _ = socket.recv_fds(ours, _PID_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError as error:  # it died a moment ago
+                raise self._failure(process) from error
+            pid = int.from_bytes(told, "little", signed=True)
+            if pid > 0:
+                return Forked(pid, given[0], ours.detach())
         if pid < 0:
             raise StartFailed(f"{order.name} cannot be started: {os.strerror(-pid)}")
-        raise self._failure()
+        raise self._failure(process)
 
     def stop(self) -> None:
         """Ends the server, and what it has forked."""
+        with self._lock:
+            self._stop()
+
+    def _connected(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
+        with self._lock:
+            if self._process is not None and (
+                self._owner != os.getpid() or self._process.poll() is not None
+            ):
+                self._stop()
+            if self._orders is None or self._process is None:
+                self._orders, self._process = self._spawn()
+                self._owner = os.getpid()
+            return self._orders, self._process
+
+    def _stop(self) -> None:
         process, orders = self._process, self._orders
         self._process = self._orders = None
-        if orders is not None:
-            orders.close()
-        if process is not None:
-            process.wait()
+        if process is None or orders is None:
+            return
+        with orders:
+            if self._owner != os.getpid():
+                process.returncode = 0  # it is another process's child, and serves that one
+                return
+            with suppress(OSError):  # it has ended
+                orders.shutdown(socket.SHUT_RDWR)  # also where a forked process has a copy
+        process.wait()
 
-    def _connected(self) -> socket.socket:
-        if self._process is not None and self._process.poll() is not None:
-            self.stop()
-        if self._orders is None:
-            self._orders = self._spawn()
-        return self._orders
-
-    def _spawn(self) -> socket.socket:
+    def _spawn(self) -> "tuple[socket.socket, subprocess.Popen[bytes]]":
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LARGEST)
-        with theirs, self._log.open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", PROGRAM, *self._modules],
-                stdin=theirs.fileno(),
-                stdout=log,
-                stderr=log,
-                start_new_session=True,
-                env=self._environment,
-                preexec_fn=die_with_parent(),  # noqa: PLW1509
+        started: Future[subprocess.Popen[bytes]] = Future()
+        with theirs:
+            holds = threading.Thread(
+                target=self._hold, args=(theirs, started), name="fork-server", daemon=True
             )
-        return ours
+            holds.start()
+            try:
+                return ours, started.result()
+            except BaseException:
+                ours.close()
+                raise
 
-    def _failure(self) -> StartFailed:
-        self.stop()
-        return StartFailed(
-            f"the process that {self._what} are forked from has died; see {self._log}"
-        )
+    def _hold(self, orders: socket.socket, started: "Future[subprocess.Popen[bytes]]") -> None:
+        """Starts the server, and returns when it has ended: the kernel kills it when the thread
+        that started it ends, so this has to be a thread that lasts."""
+        try:
+            with open(self._log, "ab") if self._log else nullcontext() as log:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", PROGRAM, str(os.getpid()), *self._modules],
+                    stdin=orders.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    start_new_session=True,
+                    env={**self.environment, THREADS: "1"},
+                )
+            lives = os.pidfd_open(process.pid)
+        except BaseException as error:
+            started.set_exception(error)
+            return
+        started.set_result(process)
+        _readable(lives, None)
+        os.close(lives)
+
+    def _failure(self, process: "subprocess.Popen[bytes]") -> StartFailed:
+        with self._lock:
+            if self._process is process:
+                self._stop()
+        see = f"; see {self._log}" if self._log else ""
+        return StartFailed(f"the process that {self._what} are forked from has died{see}")
 
 
 def _readable(descriptor: int, timeout: float | None) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(None if timeout is None else timeout * 1000))
-
-
-def _wait_until_gone(pid: int) -> None:
-    with suppress(ProcessLookupError):
-        process = os.pidfd_open(pid)
-        try:
-            _readable(process, None)
-        finally:
-            os.close(process)
 
 
 async def _until_readable(descriptor: int) -> None:

@@ -8,6 +8,13 @@ from collections.abc import Callable
 _PR_SET_PDEATHSIG = 1
 
 
+def die_with(parent: int) -> None:
+    """Has the kernel kill this process when the thread of `parent` that started it ends."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request took effect
+        os._exit(1)
+
+
 def die_with_parent() -> Callable[[], None]:
     """Returns a `preexec_fn` for Popen. The kernel kills the child when the thread that started it
     ends.

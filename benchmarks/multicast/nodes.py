@@ -223,7 +223,7 @@ class Nodes:
     def _start(
         self, name: str, role: str, namespace: Namespace, settings: Mapping[str, str]
     ) -> None:
-        environment = {"LAMBDASCALE_BUS_URL": self._nats.url, **settings}
+        environment = {**os.environ, "LAMBDASCALE_BUS_URL": self._nats.url, **settings}
         order = Order(name, PROGRAM, (role,), environment, str(self._log(name)), namespace.path)
         self._processes[name] = self._fork_server.fork(order)
 

@@ -265,6 +265,7 @@ class Cluster:
         log_from = log.stat().st_size if log.exists() else 0
         place = self.spec.places.get(name, HERE)
         merged = {
+            **self._fork_server.environment,
             **self.spec.settings,
             **processes.marks(directory),
             "LAMBDASCALE_BUS_URL": self.state.nats_url,

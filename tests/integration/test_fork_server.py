@@ -37,7 +37,13 @@ def server(directory: Path) -> Iterator[ForkServer]:
 
 
 def order(directory: Path, name: str, *words: str, **settings: str) -> Order:
-    return Order(name, PROGRAM, words, settings, str(log_of(directory, name)))
+    return Order(
+        name,
+        PROGRAM,
+        words,
+        {**processes.environment(directory, {}), **settings},
+        str(log_of(directory, name)),
+    )
 
 
 def registry(server: ForkServer, directory: Path, nats: NatsServer, name: str) -> Forked:
@@ -119,12 +125,12 @@ def test_a_fork_that_fails_costs_nobody_else_anything(
 
     monkeypatch.setattr(os, "fork", refuse)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    reading, writing = os.pipe()
+    told, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     data = msgspec.msgpack.encode(Order("a", PROGRAM, ("registry",), {}, str(tmp_path / "a")))
-    socket.send_fds(ours, [data], [writing])
+    with status:
+        socket.send_fds(ours, [data], [status.fileno()])
     ours.shutdown(socket.SHUT_WR)
-    os.close(writing)
     with theirs, ours:
         assert Server(theirs).follow() is None  # to the end of the orders
-    with open(reading, "rb") as told:
-        assert int.from_bytes(told.read(), "little", signed=True) == -errno.EAGAIN
+    with told:
+        assert int.from_bytes(told.recv(8), "little", signed=True) == -errno.EAGAIN
