@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
@@ -133,8 +133,9 @@ class Server:
         os.close(child.process)
 
 
-def become(order: Order) -> None:
-    """Makes of a forked process what a new one would be."""
+def become(order: Order, imported: Mapping[str, str]) -> None:
+    """Makes of a forked process what a new one would be. `imported`: variables that were set by
+    imports."""
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, order.name.encode()[:15])  # for ps and top
@@ -146,7 +147,7 @@ def become(order: Order) -> None:
             if libc.setns(network.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), order.network)
     os.environ.clear()
-    os.environ.update(order.environment)
+    os.environ.update({**imported, **order.environment})
 
 
 def _redirect(source: int, *targets: int) -> None:
@@ -156,14 +157,16 @@ def _redirect(source: int, *targets: int) -> None:
 
 
 def run(modules: Sequence[str]) -> int:
+    given = set(os.environ)
     with lasting():
         for module in modules:
             importlib.import_module(module)
+    imported = {name: value for name, value in os.environ.items() if name not in given}
     with socket.socket(fileno=os.dup(0)) as orders:
         order = Server(orders).follow()
     if order is None:
         return 0
-    become(order)
+    become(order, imported)
     code: int | None = importlib.import_module(order.module).main(order.arguments)
     return code or 0
 

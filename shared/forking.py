@@ -44,8 +44,8 @@ class Order(msgspec.Struct, frozen=True):
     module: str
     arguments: tuple[str, ...]
     environment: dict[str, str]
-    """All of its variables. But what a library reads when it is loaded it has read in the
-    server's."""
+    """Its variables, beside those that the imported modules set. But what a library reads when it
+    is loaded it has read among the server's."""
     log: str = ""
     """The file that its output goes to; empty: where the server's goes."""
     network: str = ""
