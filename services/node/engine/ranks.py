@@ -7,7 +7,7 @@ the kernels, and meet in shared memory (`team.c`).
 
 A rank that ends takes all teams with it that it was in, since its share of their weights is gone.
 Where the degree is a fixed one, that ends the node. Where each model has its own, the node goes on
-with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
+with the teams that are left (`Ranks.spare`). The ranks end with the node's process.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -67,8 +67,8 @@ class Ranks(RankProcesses):
         self._cache = torch.empty(0)
 
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
-        """Starts the other ranks' processes, and waits until they are there. They end with this
-        thread. `threads`: of the node, which all ranks of a team share. `form` and `kept_bytes`:
+        """Starts the other ranks' processes, and waits until they are there. `threads`: of
+        the node, which all ranks of a team share. `form` and `kept_bytes`:
         see TorchEngine. `spare`: the node can do without any of the teams. ConfigError: there are
         no kernels for such weights. EngineFailed: a rank has ended, and is not spare."""
         self.spare = spare
