@@ -25,8 +25,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from services.local.processes import die_with_parent
 from shared.errors import BadInput, ConfigError
+from shared.parents import die_with_parent
 
 MOST_HOSTS = 200
 FRAME_BYTES, SEGMENT_BYTES = 1514, 1448

@@ -176,6 +176,13 @@ class KeyExists(BusError):
     code = "key_exists"
 
 
+# --- processes --------------------------------------------------------------
+
+
+class StartFailed(LambdaScaleError):
+    code = "start_failed"
+
+
 # --- data plane -------------------------------------------------------------
 
 

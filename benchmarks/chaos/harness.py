@@ -13,12 +13,12 @@ from benchmarks.testbed import Testbed, Wiring, control_address, data_address
 from services.local.cluster import Cluster, ClusterSpec, bus_config
 from services.local.nats_servers import Place
 from services.local.nats_servers import names as nats_names
-from services.local.processes import NATS, StartFailed
+from services.local.processes import NATS
 from services.local.publishing import import_model
 from services.local.watch import Watch
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
-from shared.errors import BusError
+from shared.errors import BusError, StartFailed
 from shared.ids import ModelName
 from shared.messages.scaling import ImportModel
 

@@ -12,8 +12,9 @@ from types import TracebackType
 from typing import Self
 
 from benchmarks.testbed import CONTROL_GATE, Namespace, Testbed, data_address
-from services.local.forking import Forked, ForkServer, Order
+from services.local.forking import PROGRAM, fork_server
 from services.local.nats_server import NatsServer
+from services.local.private import private_directory
 from services.planner.core.multicast.schedule import Move
 from services.planner.core.orders import WAVE_S, waves
 from shared import subjects
@@ -22,6 +23,7 @@ from shared.bus.nats import NatsBus
 from shared.clock import wall_ns
 from shared.config import BusConfig
 from shared.errors import BusError, LambdaScaleError
+from shared.forking import Forked, Order
 from shared.ids import EventId, ModelName, NodeId, new_id
 from shared.messages import Message, Ok
 from shared.messages.pool import ModelRecord, NodeInfo
@@ -77,7 +79,7 @@ class Nodes:
         self._testbed = testbed
         self._directory = directory
         self._arena_bytes = model_bytes + ARENA_SLACK
-        self._fork_server = ForkServer(directory / "logs" / "fork-server.log", os.environ)
+        self._fork_server = fork_server(self._log("fork-server"), os.environ)
         self._processes: dict[str, Forked] = {}
         self._infos: list[NodeInfo] = []
         self._watch: _Watch | None = None
@@ -85,6 +87,7 @@ class Nodes:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
+            private_directory(self._log("fork-server").parent)
             stack.callback(self._fork_server.stop)
             self._fork_server.start()
             nats = NatsServer(self._directory / "nats", host=CONTROL_GATE)
@@ -220,8 +223,8 @@ class Nodes:
     def _start(
         self, name: str, role: str, namespace: Namespace, settings: Mapping[str, str]
     ) -> None:
-        environment = {"LAMBDASCALE_BUS_URL": self._nats.url, **settings}
-        order = Order(name, (role,), environment, str(self._log(name)), namespace.path)
+        environment = {**os.environ, "LAMBDASCALE_BUS_URL": self._nats.url, **settings}
+        order = Order(name, PROGRAM, (role,), environment, str(self._log(name)), namespace.path)
         self._processes[name] = self._fork_server.fork(order)
 
     async def _wait_for(self, count: int) -> None:

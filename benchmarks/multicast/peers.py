@@ -33,8 +33,8 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
 
 from benchmarks.testbed import Testbed, control_address, data_address, join
-from services.local.processes import die_with_parent
 from shared.errors import LambdaScaleError
+from shared.parents import die_with_parent
 
 BROADCAST, WITH_GROUP, CHAIN = "gloo-broadcast", "gloo-broadcast-with-group", "gloo-chain"
 PLAIN = "plain-chain"

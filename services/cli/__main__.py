@@ -1,6 +1,6 @@
 import sys
 
-from services.cli.lasting import lasting
+from shared.lasting import lasting
 
 if __name__ == "__main__":
     try:

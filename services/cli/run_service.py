@@ -12,11 +12,11 @@ from urllib.parse import urlsplit
 
 import uvloop
 
-from services.cli.lasting import lasting
 from shared import telemetry
 from shared.bus.base import Bus
 from shared.bus.nats import NatsBus
 from shared.config import Config, load
+from shared.lasting import lasting
 from shared.service import Service, log_what_nobody_awaits, serve_until_signal
 
 HAND_OVER_S = 0.0005

@@ -15,16 +15,17 @@ import msgspec
 
 from services.local import credentials, processes
 from services.local.credentials import OPERATOR, User
-from services.local.forking import Forked, ForkServer, Order
+from services.local.forking import PROGRAM, fork_server
 from services.local.nats_servers import HERE, NatsServers, Place, free_ports
 from services.local.private import private_directory
-from services.local.processes import NATS, ClusterState, ProcessRecord, StartFailed
+from services.local.processes import NATS, ClusterState, ProcessRecord
 from shared import subjects
 from shared.bus.base import Bus, On
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig, load
 from shared.counters import last_number
-from shared.errors import BusError
+from shared.errors import BusError, StartFailed
+from shared.forking import Forked, ForkServer, Order
 from shared.ids import NodeId
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import PlannerQuery, PlannerState
@@ -106,15 +107,15 @@ class Cluster:
     """`start` starts a cluster and `stop` ends it. The running processes are written down at every
     step."""
 
-    def __init__(self, spec: ClusterSpec, fork_server: ForkServer | None = None) -> None:
-        """`fork_server`: forks the processes of other clusters of this process, too; None: the
+    def __init__(self, spec: ClusterSpec, forks: ForkServer | None = None) -> None:
+        """`forks`: forks the processes of other clusters of this process, too; None: the
         cluster has its own. Only those of its own are found by their marks (`processes.strays`)."""
         self.spec = spec
         self.state = ClusterState()
         self._lock: int | None = None
         self._nats: NatsServers | None = None
-        self._shares = fork_server is not None
-        self._fork_server = fork_server or ForkServer(
+        self._shares = forks is not None
+        self._fork_server = forks or fork_server(
             processes.log_of(spec.directory, "fork-server"),
             processes.environment(spec.directory, spec.settings),
         )
@@ -140,6 +141,7 @@ class Cluster:
         self._write(ClusterState(config=config))
         count = self.spec.nats_servers
         say("starting nats-server" if count == 1 else f"starting {count} nats-servers")
+        private_directory(processes.log_of(self.spec.directory, "fork-server").parent)
         self._fork_server.start()
         await self._start_nats(count)
         before = await self._last_generations()
@@ -263,6 +265,7 @@ class Cluster:
         log_from = log.stat().st_size if log.exists() else 0
         place = self.spec.places.get(name, HERE)
         merged = {
+            **self._fork_server.environment,
             **self.spec.settings,
             **processes.marks(directory),
             "LAMBDASCALE_BUS_URL": self.state.nats_url,
@@ -278,7 +281,9 @@ class Cluster:
         if place.within:
             process = processes.spawn(directory, name, words, merged, within=place.command)
         else:
-            process = self._fork_server.fork(Order(name, words, merged, str(log), place.network))
+            process = self._fork_server.fork(
+                Order(name, PROGRAM, words, merged, str(log), place.network)
+            )
         self._children[name] = Child(process, log_from)
         self._note(processes.record(name, role, process.pid))
 

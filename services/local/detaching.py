@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
-from services.local.processes import die_with_parent, outlive_parent
+from shared.parents import die_with_parent, outlive_parent
 
 FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _READY = b"ready"

@@ -14,9 +14,9 @@ from typing import Self
 
 from services.local import processes
 from services.local.private import private_directory, write_private
-from services.local.processes import die_with_parent
 from shared.bus.delivery import MAX_PAYLOAD
 from shared.errors import BusError, ConfigError
+from shared.parents import die_with_parent
 
 ROUTES = "routes"
 """The user as which nats-servers connect to each other."""

@@ -9,14 +9,13 @@ its end: LS_HOLDER). The lock names it, if it ends its cluster in good order whe
 
 import asyncio
 import contextlib
-import ctypes
 import fcntl
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -24,6 +23,7 @@ import msgspec
 from services.local.private import private_directory, write_private
 from services.node.keeper.messages import HOLDER
 from shared.errors import Conflict, LambdaScaleError, NotFound
+from shared.parents import die_with_parent
 
 STATE_FILE = "cluster.json"
 LOCK_FILE = ".lock"
@@ -36,11 +36,6 @@ STOP_S = 10.0
 POLL_S = 0.05
 ORDER = ("gateway", "planner", "node", "registry", NATS)
 """The order in which roles are ended."""
-_PR_SET_PDEATHSIG = 1
-
-
-class StartFailed(LambdaScaleError):
-    code = "start_failed"
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
@@ -179,28 +174,6 @@ def marks(directory: Path) -> dict[str, str]:
 def environment(directory: Path, settings: Mapping[str, str]) -> dict[str, str]:
     """Of a process of the cluster that this process runs."""
     return {**os.environ, **settings, **marks(directory)}
-
-
-def die_with_parent() -> Callable[[], None]:
-    """Returns a `preexec_fn` for Popen. The kernel kills the child when the thread that started it
-    ends.
-
-    Safe with threads: it makes system calls only.
-    """
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the request took effect
-            os._exit(1)
-
-    return in_child
-
-
-def outlive_parent() -> None:
-    """Undoes `die_with_parent` in the process that called it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
 
 
 async def ended(process: "subprocess.Popen[bytes]") -> int:

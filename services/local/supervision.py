@@ -7,10 +7,9 @@ from collections.abc import Callable
 
 from services.local import processes
 from services.local.cluster import Cluster
-from services.local.processes import StartFailed
 from services.local.restarts import Backoff
 from services.local.rotation import put_aside
-from shared.errors import BusError
+from shared.errors import BusError, StartFailed
 
 LOOK_S = 10.0
 """Seconds between looks at the sizes of logs."""

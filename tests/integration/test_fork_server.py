@@ -10,11 +10,12 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from services.cli.fork_server import Server
 from services.local import processes
-from services.local.forking import Forked, ForkServer, Order
+from services.local.forking import PROGRAM, fork_server
 from services.local.nats_server import NatsServer
-from services.local.processes import StartFailed
+from shared.errors import StartFailed
+from shared.fork_server import Server
+from shared.forking import Forked, ForkServer, Order
 
 
 @pytest.fixture(scope="module")
@@ -28,13 +29,21 @@ def log_of(directory: Path, name: str) -> Path:
 
 @pytest.fixture(scope="module")
 def server(directory: Path) -> Iterator[ForkServer]:
-    server = ForkServer(log_of(directory, "server"), processes.environment(directory, {}))
+    log = log_of(directory, "server")
+    log.parent.mkdir()
+    server = fork_server(log, processes.environment(directory, {}))
     yield server
     server.stop()
 
 
 def order(directory: Path, name: str, *words: str, **settings: str) -> Order:
-    return Order(name, words, settings, str(log_of(directory, name)))
+    return Order(
+        name,
+        PROGRAM,
+        words,
+        {**processes.environment(directory, {}), **settings},
+        str(log_of(directory, name)),
+    )
 
 
 def registry(server: ForkServer, directory: Path, nats: NatsServer, name: str) -> Forked:
@@ -99,12 +108,12 @@ async def test_told_to_end_it_waits_for_what_it_has_forked(
 
 async def test_one_that_cannot_import_says_where_to_look(tmp_path: Path) -> None:
     (tmp_path / "msgspec.py").write_text("raise ImportError('broken')")
-    broken = ForkServer(tmp_path / "log", {**os.environ, "PYTHONPATH": str(tmp_path)})
+    broken = fork_server(tmp_path / "log", {**os.environ, "PYTHONPATH": str(tmp_path)})
     with pytest.raises(StartFailed, match=str(tmp_path / "log")):
         await broken.ready()
     assert "broken" in (tmp_path / "log").read_text()
     with pytest.raises(StartFailed, match=str(tmp_path / "log")):
-        broken.fork(Order("a", ("registry",), {}, str(tmp_path / "a")))
+        broken.fork(Order("a", PROGRAM, ("registry",), {}, str(tmp_path / "a")))
     broken.stop()
 
 
@@ -116,12 +125,12 @@ def test_a_fork_that_fails_costs_nobody_else_anything(
 
     monkeypatch.setattr(os, "fork", refuse)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    reading, writing = os.pipe()
-    data = msgspec.msgpack.encode(Order("a", ("registry",), {}, str(tmp_path / "a")))
-    socket.send_fds(ours, [data], [writing])
+    told, status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    data = msgspec.msgpack.encode(Order("a", PROGRAM, ("registry",), {}, str(tmp_path / "a")))
+    with status:
+        socket.send_fds(ours, [data], [status.fileno()])
     ours.shutdown(socket.SHUT_WR)
-    os.close(writing)
     with theirs, ours:
         assert Server(theirs).follow() is None  # to the end of the orders
-    with open(reading, "rb") as told:
-        assert int.from_bytes(told.read(), "little", signed=True) == -errno.EAGAIN
+    with told:
+        assert int.from_bytes(told.recv(8), "little", signed=True) == -errno.EAGAIN

@@ -31,18 +31,21 @@ SETTINGS = {
 
 
 def ranks_of(pid: int) -> list[int]:
-    """The children of a process that are ranks."""
+    """The ranks of a process: the children of the one that it has forked them from."""
+    return [rank for child in children(pid) for rank in children(child) if is_rank(rank)]
+
+
+def children(pid: int) -> list[int]:
     found: list[int] = []
-    for tasks in Path(f"/proc/{pid}/task").iterdir():
+    for tasks in Path(f"/proc/{pid}/task").glob("*"):
         with suppress(FileNotFoundError, ProcessLookupError):  # a thread that has ended
-            children = map(int, (tasks / "children").read_text().split())
-            found += filter(is_rank, children)
+            found += map(int, (tasks / "children").read_text().split())
     return found
 
 
 def is_rank(pid: int) -> bool:
     try:
-        return b"services.node.engine.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        return Path(f"/proc/{pid}/comm").read_text().startswith("rank-")
     except OSError:
         return False
 

@@ -15,7 +15,7 @@ from typing import Self
 
 import msgspec
 
-from services.local.processes import die_with_parent
+from shared.parents import die_with_parent
 from tests.rdma.guest.agent import End, Ended, Order, Ready, Report, Run, Said
 from tests.rdma.image import Image
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from services.cli.main import main
-from services.local.processes import die_with_parent
+from shared.parents import die_with_parent
 
 LIMIT_S = 250.0
 

@@ -1,4 +1,5 @@
-"""The fork server of all real clusters of a test run's process: torch is imported once for them."""
+"""The fork servers of a test run's process: torch is imported once for all real clusters, and once
+for all ranks."""
 
 import os
 import shutil
@@ -6,18 +7,22 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from services.local.forking import ForkServer
+from services.local.forking import fork_server
+from services.node.engine.rank_server import SERVER
+from shared.forking import ForkServer
 
 _LOG = "fork-server.log"
 
 
 @cache
 def server() -> ForkServer:
-    return ForkServer(_directory() / _LOG, os.environ)
+    """Of clusters."""
+    return fork_server(_directory() / _LOG, os.environ)
 
 
 def stop() -> None:
-    """Ends the server, if any cluster has used it."""
+    """Ends those that were used."""
+    SERVER.stop()
     if server.cache_info().currsize:
         server().stop()
         shutil.rmtree(_directory())

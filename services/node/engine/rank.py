@@ -1,5 +1,5 @@
 """`python -m services.node.engine.rank ...`: a process that runs a share of a node's models, as its
-node says (`ranks.py`). It ends with the thread of the node that started it.
+node says (`ranks.py`). It ends with its parent.
 """
 
 import sys

@@ -1,17 +1,18 @@
 """The processes that run models together with the node's own, which is rank 0: how they are
-started, watched and spoken to. They end with the thread that started them.
+started, watched and spoken to. They are forked from a process that has imported what they need, and
+end with it, as it does with the node's.
 """
 
 import os
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Sequence
 
 from services.node.engine.orders import Channel, Done, Order
+from services.node.engine.rank_server import SERVER
 from services.node.memory.views import Memory, find
-from shared.errors import BadInput, EngineFailed, LambdaScaleError, from_code
+from shared import forking
+from shared.errors import BadInput, EngineFailed, LambdaScaleError, StartFailed, from_code
 
 
 class RankProcesses:
@@ -24,7 +25,7 @@ class RankProcesses:
         self.loss = ""
         """How the rank ended that ended first; empty: none did. Any thread may read it."""
         self._arena = arena
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._processes: list[forking.Forked] = []
         self._channels: list[Channel] = []
         self._left = most
         """From this rank on they are lost, since one of them has ended."""
@@ -32,27 +33,26 @@ class RankProcesses:
         """Guards `_left` and `loss`."""
 
     def _start(self, module: str, arguments: Sequence[object], descriptors: Sequence[int]) -> None:
-        """Starts the next rank, `python -m MODULE`, with these arguments: its number, `arguments`,
-        this process's id, and the descriptors that it inherits: of its connection, `descriptors`,
-        and of the arena."""
+        """Starts the next rank: `main` of the module, with its number, `arguments`, the id of its
+        parent, and the descriptors that it inherits: of its connection, `descriptors`, and of the
+        arena. EngineFailed: it cannot be started."""
         rank = len(self._processes) + 1
+        given = tuple(map(str, (rank, *arguments, SERVER.start())))
+        order = forking.Order(f"rank-{rank}", module, given, dict(os.environ))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
-        with theirs:
-            inherited = theirs.fileno(), *descriptors, self._arena.descriptor
-            process = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", module),
-                    *map(str, (rank, *arguments, os.getpid(), *inherited)),
-                ],
-                stdin=subprocess.DEVNULL,
-                pass_fds=inherited,
-            )
+        try:
+            with theirs:
+                inherited = theirs.fileno(), *descriptors, self._arena.descriptor
+                process = SERVER.fork(order, inherited)
+        except StartFailed as error:
+            ours.close()
+            raise EngineFailed(f"rank {rank} cannot be started: {error}") from error
         self._processes.append(process)
         self._channels.append(Channel(ours, answers=True))
         name = f"rank-{rank}"
         threading.Thread(target=self._watch, args=(rank, process), name=name, daemon=True).start()
 
-    def _watch(self, rank: int, process: "subprocess.Popen[bytes]") -> None:
+    def _watch(self, rank: int, process: forking.Forked) -> None:
         code = process.wait()
         how = f"signal {-code}" if code < 0 else f"exit code {code}"
         self._lose(rank, f"its rank {rank} (process {process.pid}) ended with {how}")

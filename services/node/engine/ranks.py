@@ -7,7 +7,7 @@ the kernels, and meet in shared memory (`team.c`).
 
 A rank that ends takes all teams with it that it was in, since its share of their weights is gone.
 Where the degree is a fixed one, that ends the node. Where each model has its own, the node goes on
-with the teams that are left (`Ranks.spare`). The ranks end with the thread that made them.
+with the teams that are left (`Ranks.spare`). The ranks end with the node's process.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence

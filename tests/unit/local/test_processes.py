@@ -205,7 +205,7 @@ def test_a_directory_with_a_live_process_is_not_free(tmp_path: Path, start: Star
 
 PARENT = """
 import subprocess, sys
-from services.local.processes import die_with_parent
+from shared.parents import die_with_parent
 child = subprocess.Popen(
     [sys.executable, "-c", "import sys; print('up', flush=True); sys.stdin.read()"],
     stdin=subprocess.PIPE,

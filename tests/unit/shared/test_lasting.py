@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from services.cli.lasting import lasting
+from shared.lasting import lasting
 
 
 def test_what_is_made_meanwhile_is_never_looked_at_again() -> None:

@@ -1,9 +1,9 @@
-"""`python -m services.cli.fork_server`: forks the processes of a local cluster's services.
+"""`python -m shared.fork_server PARENT MODULES`: forks processes (`forking.py`).
 
-It imports what any service needs, and then forks for each order that comes through its standard
-input, a socket. It has a single thread and opens no device, so that nothing is missing in what it
-forks. When the other end of the socket is closed it ends at once, and the kernel ends its children.
-A SIGTERM lets it wait until they have ended.
+It imports the modules, and then forks for each order that comes through its standard input, a
+socket. It has a single thread and opens no device, so that nothing is missing in what it forks.
+When PARENT, the process that started it, ends, or closes the other end of the socket, it ends at
+once, and the kernel ends its children. A SIGTERM lets it wait until they have ended.
 """
 
 import atexit
@@ -15,25 +15,21 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
 import msgspec
 
-from services.cli.lasting import lasting
-from services.local.forking import LARGEST, READY, Order, encode_code, encode_pid
-from services.local.processes import die_with_parent
+from shared.forking import LARGEST, READY, Order, encode_code, encode_pid
+from shared.lasting import lasting
+from shared.parents import die_with, die_with_parent
 
-MODULES = (
-    "services.cli.main",
-    *(f"services.{role}.service" for role in ("gateway", "planner", "registry", "node")),
-    "services.node.real_parts",
-)
-THREADS = "OPENBLAS_NUM_THREADS"
-"""NumPy's library starts its threads when it is imported."""
 _PR_SET_NAME = 15
 _CLONE_NEWNET = 0x40000000
+_MOST = 16
+"""Descriptors that come with an order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +37,8 @@ class Child:
     pid: int
     process: int
     """A descriptor that can be read when the process has ended."""
-    status: int
-    """The pipe that its exit code goes to."""
+    status: socket.socket
+    """What its exit code goes to."""
 
 
 class Server:
@@ -77,30 +73,45 @@ class Server:
                     ends = True
                 elif (ordered := self._next()) is None:
                     return None
-                elif self._forked(status=ordered[1]):
-                    return ordered[0]
+                else:
+                    order, status, given = ordered
+                    if self._forked(status):
+                        arguments = *order.arguments, *map(str, given)
+                        return msgspec.structs.replace(order, arguments=arguments)
+                    for descriptor in given:
+                        os.close(descriptor)
         return None
 
-    def _next(self) -> tuple[Order, int] | None:
-        """An order, and the pipe that comes with it. None: there are no more."""
-        data, descriptors, _, _ = socket.recv_fds(self._orders, LARGEST, 1)
-        return (msgspec.msgpack.decode(data, type=Order), descriptors[0]) if data else None
+    def _next(self) -> tuple[Order, socket.socket, list[int]] | None:
+        """An order, the socket that comes with it, and the descriptors of the new process. None:
+        there are no more."""
+        try:
+            data, descriptors, _, _ = socket.recv_fds(
+                self._orders, LARGEST, _MOST, socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionResetError:  # the other end was closed, and has never read READY
+            return None
+        if not data:
+            return None
+        status, *given = descriptors
+        return msgspec.msgpack.decode(data, type=Order), socket.socket(fileno=status), given
 
-    def _forked(self, status: int) -> bool:
+    def _forked(self, status: socket.socket) -> bool:
         """Forks. Whether this is the new process."""
         die = die_with_parent()
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
-            os.write(status, encode_pid(-(error.errno or 1)))
-            os.close(status)
+            with status:
+                status.send(encode_pid(-(error.errno or 1)))
             return False
         if pid == 0:
             die()
-            os.close(status)
+            status.close()
             return True
-        os.write(status, encode_pid(pid))
         child = Child(pid, os.pidfd_open(pid), status)
+        with suppress(BrokenPipeError):  # nobody wants to know
+            socket.send_fds(status, [encode_pid(pid)], [child.process])
         self._children.add(child)
         self._selector.register(child.process, selectors.EVENT_READ, child)
         return False
@@ -109,7 +120,7 @@ class Server:
         """Closes what is the server's, in a new process, too."""
         for child in self._children:
             os.close(child.process)
-            os.close(child.status)
+            child.status.close()
         for ours in (self._selector, self._orders, self._told_to_end, self._tells):
             ours.close()
 
@@ -117,51 +128,47 @@ class Server:
         self._selector.unregister(child.process)
         self._children.remove(child)
         _, status = os.waitpid(child.pid, 0)
-        with suppress(BrokenPipeError):  # nobody wants to know
-            os.write(child.status, encode_code(os.waitstatus_to_exitcode(status)))
-        os.close(child.status)
+        with child.status, suppress(BrokenPipeError):  # nobody wants to know
+            child.status.send(encode_code(os.waitstatus_to_exitcode(status)))
         os.close(child.process)
 
 
-def become(order: Order) -> None:
-    """Makes of a forked process what a new one would be."""
+def become(order: Order, imported: Mapping[str, str]) -> None:
+    """Makes of a forked process what a new one would be. `imported`: variables that were set by
+    imports."""
     os.setsid()
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_NAME, order.name.encode()[:15])  # for ps and top
-    log = os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for source, target in ((nothing, 0), (log, 1), (log, 2)):
-        os.dup2(source, target)
-    os.close(nothing)
-    os.close(log)
+    _redirect(os.open(os.devnull, os.O_RDONLY), 0)
+    if order.log:
+        _redirect(os.open(order.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644), 1, 2)
     if order.network:
         with open(order.network) as network:
             if libc.setns(network.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), order.network)
-    os.environ.update(order.settings)
+    os.environ.clear()
+    os.environ.update({**imported, **order.environment})
 
 
-def _import_all() -> None:
-    given = os.environ.get(THREADS)
-    os.environ[THREADS] = "1"
+def _redirect(source: int, *targets: int) -> None:
+    for target in targets:
+        os.dup2(source, target)
+    os.close(source)
+
+
+def run(modules: Sequence[str]) -> int:
+    given = set(os.environ)
     with lasting():
-        for module in MODULES:
+        for module in modules:
             importlib.import_module(module)
-    del os.environ[THREADS]
-    if given is not None:
-        os.environ[THREADS] = given
-
-
-def run() -> int:
-    _import_all()
+    imported = {name: value for name, value in os.environ.items() if name not in given}
     with socket.socket(fileno=os.dup(0)) as orders:
         order = Server(orders).follow()
     if order is None:
         return 0
-    become(order)
-    from services.cli.main import main
-
-    return main(order.words)
+    become(order, imported)
+    code: int | None = importlib.import_module(order.module).main(order.arguments)
+    return code or 0
 
 
 def end(code: int) -> NoReturn:
@@ -175,4 +182,6 @@ def end(code: int) -> NoReturn:
 
 
 if __name__ == "__main__":
-    end(run())
+    parent, *modules = sys.argv[1:]
+    die_with(int(parent))
+    end(run(modules))
