@@ -4,11 +4,9 @@ import asyncio
 import os
 import shutil
 import signal
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from subprocess import Popen
 
 import pytest
 
@@ -17,7 +15,9 @@ from services.local.nats_server import NatsServer
 from shared import subjects
 from shared.bus.nats import NatsBus
 from shared.config import BusConfig
+from shared.forking import Order
 from shared.ids import NodeId
+from tests.support import forks
 from tests.support.cluster import LIMIT_S
 from tests.support.compilers import quick_compiler
 
@@ -53,15 +53,14 @@ def node(directory: Path, name: str, bus: BusConfig, **changes: str) -> Iterator
         "LAMBDASCALE_NODE_KEEP_WEIGHTS_S": "0",
         **changes,
     }
-    command = [sys.executable, "-m", "services.cli", "node"]
     (directory / name).mkdir(exist_ok=True)
-    with (directory / f"{name}.log").open("w") as log:
-        process = Popen(command, env={**os.environ, **settings}, stderr=log)
-        try:
-            yield cache / "lambdascale"
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(LIMIT_S)
+    log, environment = str(directory / f"{name}.log"), {**os.environ, **settings}
+    process = forks.server().fork(Order(name, "services.cli.main", ("node",), environment, log))
+    try:
+        yield cache / "lambdascale"
+    finally:
+        os.kill(process.pid, signal.SIGTERM)
+        process.wait(LIMIT_S)
 
 
 async def joined(bus: BusConfig, name: str) -> None:
