@@ -4,15 +4,14 @@ import ctypes
 import os
 import signal
 from collections.abc import Callable
+from functools import partial
 
 _PR_SET_PDEATHSIG = 1
 
 
 def die_with(parent: int) -> None:
     """Has the kernel kill this process when the thread of `parent` that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request took effect
-        os._exit(1)
+    _die_with(_libc(), parent)
 
 
 def die_with_parent() -> Callable[[], None]:
@@ -21,17 +20,19 @@ def die_with_parent() -> Callable[[], None]:
 
     Safe with threads: it makes system calls only.
     """
-    parent = os.getpid()
-    libc = ctypes.CDLL(None, use_errno=True)
+    return partial(_die_with, _libc(), os.getpid())
 
-    def in_child() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # the parent died before the request took effect
-            os._exit(1)
 
-    return in_child
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None, use_errno=True)
+
+
+def _die_with(libc: ctypes.CDLL, parent: int) -> None:
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it ended before the request took effect
+        os._exit(1)
 
 
 def outlive_parent() -> None:
     """Undoes `die_with_parent` in the process that called it."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, 0)
+    _libc().prctl(_PR_SET_PDEATHSIG, 0)
