@@ -1,10 +1,8 @@
-"""`python -m services.node.engine.device_rank ...`: a process that runs a slice of a node's models
-on a device of its own, as its node says (`device_ranks.py`). It ends with the thread of the node
-that started it.
+"""A process that runs a slice of a node's models on a device of its own, as its node says
+(`device_ranks.py`).
 """
 
 import mmap
-import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import cast
@@ -195,8 +193,8 @@ def mapped(descriptor: int, device: torch.device) -> torch.Tensor:
 
 @torch.inference_mode()
 def main(argv: Sequence[str]) -> None:
-    rank, devices, threads, parent, connection, meeting, arena = argv
-    channel = begin(parent, connection)
+    rank, devices, threads, connection, meeting, arena = argv
+    channel = begin(connection)
     use_threads(int(threads))
     every = [torch.device(name) for name in devices.split(",")]
     share = Share(int(rank), len(every))
@@ -207,7 +205,3 @@ def main(argv: Sequence[str]) -> None:
     group = Group(share, every, int(meeting))
     group.meet()
     obey(channel, DeviceRank(group, blocks).obey)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

@@ -117,10 +117,10 @@ class EngineRanks(RankProcesses, ABC):
 
     @abstractmethod
     def start(self, *, threads: int, form: Form, kept_bytes: int, spare: bool = False) -> None:
-        """Starts the other ranks' processes, and waits until they are there. They end with this
-        thread. `threads`: of the node, which all ranks of a team share. `form` and `kept_bytes`:
-        see TorchEngine. `spare`: the node can do without any of the teams. ConfigError: they cannot
-        run here. EngineFailed: a rank has ended, and is not spare."""
+        """Starts the other ranks' processes, and waits until they are there. `threads`: of the
+        node, which all ranks of a team share. `form` and `kept_bytes`: see TorchEngine. `spare`:
+        the node can do without any of the teams. ConfigError: they cannot run here. EngineFailed: a
+        rank has ended, and is not spare."""
 
     @property
     @abstractmethod

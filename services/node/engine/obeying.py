@@ -1,7 +1,5 @@
-"""What the processes of all ranks have in common: they end with their node, and do what it says."""
+"""What the processes of all ranks have in common: they do what their node says."""
 
-import ctypes
-import os
 import signal
 import socket
 from collections.abc import Callable
@@ -12,13 +10,9 @@ from services.node.checkpoints.architecture import read_config
 from services.node.checkpoints.config import ModelConfig
 from services.node.engine.orders import Channel, Done, Order
 
-_PR_SET_PDEATHSIG = 1
 
-
-def begin(parent: str, connection: str) -> Channel:
-    """`parent`: the id of the process that started this one. `connection`: the descriptor of the
-    socket to it."""
-    die_with(int(parent))
+def begin(connection: str) -> Channel:
+    """`connection`: the descriptor of the socket to rank 0."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the node's to obey: it ends its ranks
         signal.signal(number, signal.SIG_IGN)
     return Channel(socket.socket(fileno=int(connection)), answers=False)
@@ -33,13 +27,6 @@ def obey(channel: Channel, act: Callable[[Order, int | None], Done | None]) -> N
             answer = act(cast(Order, order), descriptor)
             if answer is not None:
                 channel.send(answer)
-
-
-def die_with(parent: int) -> None:
-    """Has the kernel kill this process when the thread that started it ends."""
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it ended before the request took effect
-        os._exit(1)
 
 
 def decoder_config(raw: dict[str, Any]) -> ModelConfig:

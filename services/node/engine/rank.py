@@ -1,8 +1,5 @@
-"""`python -m services.node.engine.rank ...`: a process that runs a share of a node's models, as its
-node says (`ranks.py`). It ends with its parent.
-"""
+"""A process that runs a share of a node's models, as its node says (`ranks.py`)."""
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -168,8 +165,8 @@ def _taken(descriptor: int | None) -> Shared:
 
 @torch.inference_mode()
 def main(argv: Sequence[str]) -> None:
-    rank, degrees, threads, form, kept, parent, connection, place, arena = argv
-    channel = begin(parent, connection)
+    rank, degrees, threads, form, kept, connection, place, arena = argv
+    channel = begin(connection)
     compiled = kernels.load()
     assert compiled is not None
     own, met = int(rank), Shared(int(place))
@@ -182,7 +179,3 @@ def main(argv: Sequence[str]) -> None:
     one = Rank(teams, compiled, seen, cast(Form, form), int(kept))
     channel.send(Done())
     obey(channel, one.obey)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:])

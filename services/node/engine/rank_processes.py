@@ -33,11 +33,11 @@ class RankProcesses:
         """Guards `_left` and `loss`."""
 
     def _start(self, module: str, arguments: Sequence[object], descriptors: Sequence[int]) -> None:
-        """Starts the next rank: `main` of the module, with its number, `arguments`, the id of its
-        parent, and the descriptors that it inherits: of its connection, `descriptors`, and of the
-        arena. EngineFailed: it cannot be started."""
+        """Starts the next rank: `main` of the module, with its number, `arguments`, and the
+        descriptors that it inherits: of its connection, `descriptors`, and of the arena.
+        EngineFailed: it cannot be started."""
         rank = len(self._processes) + 1
-        given = tuple(map(str, (rank, *arguments, SERVER.start())))
+        given = tuple(map(str, (rank, *arguments)))
         order = forking.Order(f"rank-{rank}", module, given, dict(os.environ))
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
