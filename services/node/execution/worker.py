@@ -281,6 +281,9 @@ class Worker:
         most; and if the request may kill nodes, until all of its path have room for it.
         CapacityExceeded, NotFound, StaleEpoch, SourceLost or BadInput: it was not queued, or did
         not begin."""
+        if why := self._broken():
+            # It would fail as well, and be taken for what broke this node and another one.
+            raise CapacityExceeded(f"node {self._node} ends, since {why}: submit elsewhere")
         settled, over = asyncio.Event(), False
         loop = asyncio.get_running_loop()
 

@@ -1,6 +1,7 @@
 """The engine's thread over ranks that are killed."""
 
 import os
+import re
 import shutil
 import signal
 
@@ -9,7 +10,7 @@ import pytest
 from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
-from shared.errors import EngineFailed
+from shared.errors import CapacityExceeded, EngineFailed
 from shared.step_costs import StepCosts
 from tests.support.submits import WHOLE, submit
 from tests.support.worker_cluster import cluster
@@ -64,3 +65,17 @@ async def test_requests_go_on_when_a_rank_is_killed() -> None:
                 assert attempt.ids == wanted
         assert ranks.processes == ()
         assert nodes.workers["a"].pulse().broken == ""
+
+
+async def test_a_node_that_is_about_to_end_takes_no_request(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It failed those that it had. One of them may be tried elsewhere, alone: here it would fail
+    once more, and be refused as if it had broken two nodes."""
+    async with cluster("a", slots=2) as nodes:
+        first = await nodes.submit(submit("first", WHOLE, max_tokens=2))
+        await first.end()
+        ended = "its rank 1 (process 7) ended with signal 9"
+        monkeypatch.setattr(nodes.workers["a"], "_broken", lambda: ended)
+        with pytest.raises(CapacityExceeded, match=f"ends, since {re.escape(ended)}: submit else"):
+            await nodes.submit(submit("second", WHOLE, max_tokens=2))
