@@ -69,7 +69,7 @@ class RealParts:
                 ranks=ranks,
                 measure=(
                     partial(measure, devices=config.team_devices)
-                    if isinstance(ranks, Ranks) and config.tensor_parallel == "auto"
+                    if config.tensor_parallel == "auto"
                     else None
                 ),
             ),
