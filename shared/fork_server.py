@@ -45,6 +45,7 @@ class Server:
     def __init__(self, orders: socket.socket) -> None:
         self._orders = orders
         self._children: set[Child] = set()
+        self._mask = signal.pthread_sigmask(signal.SIG_BLOCK, [])
         self._told_to_end, tells = socket.socketpair()
         self._tells = tells
         self._selector = selectors.DefaultSelector()
@@ -59,6 +60,7 @@ class Server:
             return self._follow()
         finally:
             signal.signal(signal.SIGTERM, before)
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             self._close()
 
     def _follow(self) -> Order | None:
@@ -99,9 +101,12 @@ class Server:
     def _forked(self, status: socket.socket) -> bool:
         """Forks. Whether this is the new process."""
         die = die_with_parent()
+        # Until the new process has its own handler, a SIGTERM would tell the server to end.
+        signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
         try:
             pid = os.fork()
         except OSError as error:  # no memory, or too many processes
+            signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
             with status:
                 status.send(encode_pid(-(error.errno or 1)))
             return False
@@ -109,6 +114,7 @@ class Server:
             die()
             status.close()
             return True
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
         child = Child(pid, os.pidfd_open(pid), status)
         with suppress(BrokenPipeError):  # nobody wants to know
             socket.send_fds(status, [encode_pid(pid)], [child.process])

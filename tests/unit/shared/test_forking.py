@@ -17,6 +17,7 @@ from shared.forking import Forked, ForkServer, Order
 MODULE = "tests.support.forked"
 LIMIT_S = 60.0
 VARIABLE = "LAMBDASCALE_OF_A_TEST"
+TRIES = 50
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +46,16 @@ def test_how_a_process_ended_is_told(server: ForkServer) -> None:
     waits.kill()
     assert waits.wait(LIMIT_S) == waits.poll() == -signal.SIGKILL
     waits.kill()  # nobody else, if another process has its pid
+
+
+def test_a_process_that_is_told_to_end_as_it_begins_ends(server: ForkServer) -> None:
+    """And its server goes on."""
+    pid = server.start()
+    for _ in range(TRIES):
+        waits = fork(server, "wait")
+        os.kill(waits.pid, signal.SIGTERM)
+        assert waits.wait(LIMIT_S) == -signal.SIGTERM
+    assert server.start() == pid
 
 
 def test_any_number_of_threads_wait_for_the_end(server: ForkServer) -> None:
