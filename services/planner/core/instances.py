@@ -158,7 +158,7 @@ def revise(
             result[stages] = _replica(member, stages, kept.get(stages), capacity)
         elif member.node == opening:
             stages = _alone(member, blocks)
-            replica = _replica(member, stages, None, member.speed)
+            replica = _replica(member, stages, None, spare.get(member.node, member.speed))
             result[stages] = msgspec.structs.replace(replica, opening=True)
     for stages, capacity in paths.items():
         rates = [_rate(members[stage.node]) for stage in stages]

@@ -64,7 +64,7 @@ class Model:
         self.planned = plan(self.instances, self.members, RULES)
         return self.revise()
 
-    def revise(self) -> "Model":
+    def revise(self, opening: NodeId | None = None) -> "Model":
         self.instances = revise(
             self.instances,
             self.members,
@@ -73,6 +73,7 @@ class Model:
             busy=self.busy.__contains__,
             new_id=lambda kind: f"{kind}-{next(self._ids)}",
             event=EVENT,
+            opening=opening,
         )
         return self
 
@@ -103,6 +104,16 @@ def test_a_member_that_holds_a_part_serves_with_a_complete_one() -> None:
     assert replica.capacity > 0
     assert replica.slots + path.slots / 4 <= SLOTS + 1
     assert path.slots > SLOTS, "half a slot on each node, in every second pass"
+
+
+def test_an_opening_replica_has_what_paths_leave_of_its_node() -> None:
+    model = Model().put(member("a", 0, 2, 3), member("b", 0, 1)).plan().revise(opening=A)
+    (path,) = model.paths
+    (replica,) = [i for i in model.instances if i.is_replica]
+    assert (replica.leader, replica.opening) == (A, True)
+    share = sum(stage.stop - stage.start for stage in path.stages if stage.node == A) / BLOCKS
+    assert share > 0
+    assert replica.capacity + path.capacity * share <= 1.0 + 1e-9
 
 
 def test_a_path_has_no_further_stages_for_a_little_more_capacity() -> None:
