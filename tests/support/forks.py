@@ -16,12 +16,12 @@ _LOG = "fork-server.log"
 
 @cache
 def server() -> ForkServer:
-    """Of clusters."""
+    """The server from which the services of clusters are forked."""
     return fork_server(_directory() / _LOG, os.environ)
 
 
 def stop() -> None:
-    """Ends those that were used."""
+    """Ends the servers that were used."""
     SERVER.stop()
     if server.cache_info().currsize:
         server().stop()

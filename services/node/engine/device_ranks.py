@@ -209,6 +209,7 @@ class DeviceTeam:
         try:
             yield
         except Exception as error:
+            # If a rank has ended, that is the reason to give, and it is known in a moment.
             until = time.monotonic() + TOLD_S
             while not self.ranks.loss and time.monotonic() < until:
                 time.sleep(0.01)
