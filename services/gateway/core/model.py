@@ -1,10 +1,10 @@
 """The requests of one model: those that wait, and those that run on its instances.
 
 Requests wait in the order of their tenants' shares (`fair_queue`), those of one tenant first-in
-first-out, and a request that is resumed goes to the head of the queue. A
-request lets others go first only while it keeps away from every instance that is free, because each
-of them refused it. Whenever a slot may have come free, requests on moving instances get it first,
-and then the queue.
+first-out, and a request that is resumed goes to the head of the queue. A request lets others go
+first only while it keeps away from every instance that is free, because each of them refused it, or
+while it waits for KV: then nothing else begins on the instance that has most of it. Whenever a slot
+may have come free, requests on moving instances get it first, and then the queue.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,6 +46,8 @@ not count as failures of the request, which may try again as often as its time a
 
 NO_FAULT = (BadInput, NotReady)
 """Errors that say nothing about the instance."""
+MOST_CLAIMS = 8
+"""So many requests wait for KV, each at another instance, while later ones begin elsewhere."""
 KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
 NO_VECTOR = "the node gives no vectors yet: it is of the release before"
@@ -332,19 +334,29 @@ class Model:
         judged = self._moves.begin(now, with_token=False)
         self._moves.share(now)
         self._moves.hand_over(now)
-        while request := self.queue.next():
+        self._begin_waiting(now)
+        return judged + self._moves.begin(now, with_token=True)
+
+    def _begin_waiting(self, now: float) -> None:
+        """Begins requests of the queue."""
+        claimed: list[Route] = []
+        while len(claimed) < MOST_CLAIMS and (request := self.queue.next()):
             route, why = self._choose(request, now)
             if route is not None:
                 self.queue.start(request)
                 self.turns.pace.start(now - request.waiting_since, now)
                 self._attempts.start(request, route, now, why)
-            elif self.table.has_free(now):
-                # It keeps away from all that are free: the next request may begin.
-                self.queue.pass_over(request)
-            else:
+                continue
+            if not self.table.has_free(now):
                 break
+            # It waits for KV, or keeps away from all that are free: the next request may begin.
+            self.queue.pass_over(request)
+            if not request.suspect and (route := routing.roomiest(self.table, request, now)):
+                route.claimed = True
+                claimed.append(route)
         self.queue.restore()
-        return judged + self._moves.begin(now, with_token=True)
+        for route in claimed:
+            route.claimed = False
 
     def _choose(self, request: Request, now: float) -> tuple[Route | None, str]:
         """The route for a request, and why; None: it waits."""

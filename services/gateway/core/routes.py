@@ -101,6 +101,8 @@ class Route:
     """When that was."""
     slow_looks: int = 0
     """How many times in a row it was slow (`speed`)."""
+    claimed: bool = False
+    """Whether a request waits for KV here. Nothing else begins here meanwhile."""
     told: bool = False
     """Whether it is moving, and what was decided for its requests was recorded."""
     places: tuple[Place, ...] = ()
@@ -186,7 +188,8 @@ class Route:
     def begins(self, now: float, shunned: Mapping[InstanceId, float]) -> bool:
         """Whether a request may begin here. Those that have their first token may come to any
         instance that `is_free`."""
-        return self.instance.role is not Role.DECODE and self.is_free(now, shunned)
+        prefills = self.instance.role is not Role.DECODE and not self.claimed
+        return prefills and self.is_free(now, shunned)
 
     def kv_left(self, now: float) -> float:
         """How many positions of KV are free there, less what the prompts take that were sent.
@@ -194,6 +197,11 @@ class Route:
         if now - self.kv_told_at > KV_TOLD_S:
             return inf
         return self.kv_free - self.prompts
+
+    def has_kv(self, positions: int, now: float) -> bool:
+        """Whether so many are free there. An instance on which nothing runs has all that it can
+        have: its node makes room, or says that there is none."""
+        return self.kv_left(now) >= positions or not (self.requests or self.others.requests)
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths

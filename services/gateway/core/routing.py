@@ -3,14 +3,14 @@
 Load is measured in outstanding tokens (to prefill and to generate), those of other gateways
 included, per unit of capacity. Two random choices are enough to balance it (Mitzenmacher: the power
 of two choices in randomized load balancing, section 3). Where speeds are mixed, candidates are
-drawn in proportion to their capacity. An instance without a free slot is no candidate. A request
-for which there is no candidate stays in the gateway's queue, where the planner sees it, and a new
-instance gets it the moment it appears.
+drawn in proportion to their capacity. An instance without a free slot, or without KV for the
+request, is no candidate. A request for which there is no candidate stays in the gateway's queue,
+where the planner sees it, and a new instance gets it the moment it appears.
 
 Nodes say with each token how much KV is free there. Outstanding tokens do not show that: a request
-with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. So
-of the candidates those count that have KV left for the request, and where none has, those with the
-most. Elsewhere its prompt would wait until other requests end.
+with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. A
+request that waits for KV alone has a claim (`roomiest`), so that shorter prompts do not take what
+comes free before it is enough.
 """
 
 from bisect import bisect
@@ -52,7 +52,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
         route = routes[int(draw() * len(routes))]
         if route is found or draw() * fastest >= route.instance.capacity:
             continue
-        if route.begins(now, request.shunned) and route.kv_left(now) >= request.context:
+        if route.begins(now, request.shunned) and route.has_kv(request.context, now):
             if found is not None:
                 return _lighter(found, route, request)
             found = route
@@ -62,24 +62,30 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
 def _survey(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """Looks at all candidates."""
     free = [route for route in table.open if route.begins(now, request.shunned)]
-    return _two(free, request, now, draw)
+    return _two([route for route in free if route.has_kv(request.context, now)], request, draw)
+
+
+def roomiest(table: Table, request: Request, now: float) -> Route | None:
+    """Of the instances on which a request could begin but for its KV, the one with most of it left.
+    The request has a claim to that. None: it waits for something else."""
+    free = (route for route in table.open if route.begins(now, request.shunned))
+    return max(free, key=lambda route: route.kv_left(now), default=None)
 
 
 def with_kv(free: Sequence[Route], request: Request, now: float) -> list[Route]:
-    """Those of them that have KV left for the request, as far as is known. If none has, those with
-    the most left."""
+    """For a request that has begun: those of them that have KV left for it, as far as is known. If
+    none has, those with the most left."""
     most = max((route.kv_left(now) for route in free), default=0.0)
     least = min(most, request.context)
     return [route for route in free if route.kv_left(now) >= least]
 
 
-def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
-    """The less loaded of two with KV left."""
-    left = with_kv(free, request, now)
-    if len(left) < 2:
-        return left[0] if left else None
-    first = left.pop(_drawn(left, draw))
-    return _lighter(first, left[_drawn(left, draw)], request)
+def _two(routes: list[Route], request: Request, draw: Draw) -> Route | None:
+    """The less loaded of two."""
+    if len(routes) < 2:
+        return routes[0] if routes else None
+    first = routes.pop(_drawn(routes, draw))
+    return _lighter(first, routes[_drawn(routes, draw)], request)
 
 
 def _drawn(routes: Sequence[Route], draw: Draw) -> int:
@@ -126,7 +132,7 @@ def decoding(table: Table, request: Request, now: float, draw: Draw) -> Route | 
     """The less loaded of two instances that decode, each drawn in proportion to its capacity. None:
     all are full."""
     free = [route for route in table.decoding if route.is_free(now, request.shunned)]
-    return _two(free, request, now, draw)
+    return _two(with_kv(free, request, now), request, draw)
 
 
 def secluded(

@@ -135,10 +135,14 @@ class Table:
             total=self.total,
         )
 
-    def hear_kv(self, node: NodeId, positions: int, now: float) -> None:
-        """A node says how many positions of KV are free there."""
-        if route := self.lasting.get(node):
-            route.kv_free, route.kv_told_at = positions, now
+    def hear_kv(self, node: NodeId, positions: int, now: float) -> bool:
+        """A node says how many positions of KV are free there. Returns whether those are more."""
+        route = self.lasting.get(node)
+        if route is None:
+            return False
+        more = positions > route.kv_free
+        route.kv_free, route.kv_told_at = positions, now
+        return more
 
     def hear_others(self, changed: Iterable[InstanceId]) -> bool:
         """Takes in what other gateways have running now on these instances. Returns whether that is

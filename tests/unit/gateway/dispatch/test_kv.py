@@ -2,17 +2,18 @@
 
 import msgspec
 
+from services.gateway.core.model import MOST_CLAIMS
 from services.gateway.core.routes import KV_TOLD_S
 from shared.ids import RequestId
 from shared.messages.instances import Instance
-from shared.messages.serving import Token, Tokens
+from shared.messages.serving import Tokens
 from tests.unit.gateway.dispatch.builders import MODEL, Driver, sent
 from tests.unit.gateway.support import path, replica
 
 
-def say(driver: Driver, instance: Instance, free: int, *tokens: Token) -> None:
-    message = Tokens(node=instance.leader, tokens=tokens, kv_free={MODEL: free})
-    driver.dispatch.on_tokens(message, driver.now)
+def say(driver: Driver, instance: Instance, free: int) -> list[tuple[str, str, int]]:
+    message = Tokens(node=instance.leader, tokens=(), kv_free={MODEL: free})
+    return sent(driver.dispatch.on_tokens(message, driver.now))
 
 
 def group(*numbers: int) -> Instance:
@@ -24,17 +25,28 @@ def instance_of(driver: Driver, name: str, prompt: int = 100) -> str:
     return instance
 
 
+def occupied(*instances: Instance) -> Driver:
+    """A request runs on each of them, and has its first token."""
+    driver = Driver(*(msgspec.structs.replace(instance, slots=1) for instance in instances))
+    for instance in instances:
+        instance_of(driver, instance.id, prompt=1)
+        driver.give(instance.id, 1, 0)
+    driver.publish(*instances)
+    return driver
+
+
 def test_a_prompt_goes_where_its_kv_is_free_and_not_where_the_load_is_least() -> None:
     first, second = replica(1), replica(2)
     driver = Driver(first, second)
-    busy = [instance_of(driver, name) for name in "ab"]
-    assert busy == [first.id, second.id]
-    driver.dispatch.cancel(RequestId("a"), driver.now)
-    say(driver, first, 99)
-    say(driver, second, 201)
-    assert instance_of(driver, "c") == second.id
-    say(driver, first, 100)
-    assert instance_of(driver, "d") == first.id
+    busy = [instance_of(driver, name) for name in "abc"]
+    assert busy == [first.id, second.id, first.id]
+    driver.dispatch.cancel(RequestId("b"), driver.now)
+    assert instance_of(driver, "d", prompt=1) == second.id
+    say(driver, first, 300)
+    say(driver, second, 100)
+    assert instance_of(driver, "e") == first.id
+    say(driver, second, 101)
+    assert instance_of(driver, "f") == second.id
 
 
 def test_prompts_that_were_sent_take_what_is_free() -> None:
@@ -45,40 +57,71 @@ def test_prompts_that_were_sent_take_what_is_free() -> None:
     assert [instance_of(driver, name) for name in "abc"] == [first.id, second.id, first.id]
 
 
-def test_where_none_has_enough_the_one_with_the_most_takes_it() -> None:
-    first, second, third = replica(1), replica(2), replica(3)
-    driver = Driver(first, second, third)
-    for instance, free in ((first, 10), (second, 30), (third, 20)):
+def test_a_prompt_waits_in_the_gateway_until_its_kv_is_free_anywhere() -> None:
+    first, second = replica(1), replica(2)
+    driver = occupied(first, second)
+    assert say(driver, first, 50) == say(driver, second, 60) == []
+    assert sent(driver.admit("a", prompt=100)) == []
+    assert say(driver, first, 99) == []
+    assert [load.queued_requests for load in driver.dispatch.loads(0)] == [1]
+    assert say(driver, second, 100) == [("a", second.id, 1)]
+
+
+def test_shorter_prompts_begin_elsewhere_and_not_where_a_longer_one_waits_for_kv() -> None:
+    instances = [replica(number) for number in range(3)]
+    driver = occupied(*instances)
+    for instance, free in zip(instances, (60, 50, 10), strict=True):
         say(driver, instance, free)
-    assert instance_of(driver, "a") == second.id
-    assert instance_of(driver, "b") == third.id
+    assert sent(driver.admit("long", prompt=100)) == []
+    assert sent(driver.admit("short", prompt=40)) == [("short", instances[1].id, 1)]
+    assert sent(driver.admit("next", prompt=40)) == []
+    assert say(driver, instances[0], 99) == []
+    assert say(driver, instances[0], 100) == [("long", instances[0].id, 1)]
+    assert say(driver, instances[2], 40) == [("next", instances[2].id, 1)]
+
+
+def test_no_more_requests_wait_for_kv_at_once_than_some() -> None:
+    instances = [replica(number) for number in range(MOST_CLAIMS + 1)]
+    driver = occupied(*instances)
+    for instance in instances:
+        say(driver, instance, 50)
+    for number in range(MOST_CLAIMS - 1):
+        assert sent(driver.admit(f"long {number}", prompt=100)) == []
+    assert len(sent(driver.admit("short", prompt=10))) == 1
+    assert sent(driver.admit("one more", prompt=100)) == []
+    assert sent(driver.admit("another", prompt=10)) == []
+
+
+def test_an_instance_on_which_nothing_runs_takes_any_prompt() -> None:
+    driver = Driver(replica(1))
+    say(driver, replica(1), 10)
+    assert instance_of(driver, "a") == replica(1).id
+    assert sent(driver.admit("b", prompt=100)) == []
+    assert sent(driver.give("a", 1, 0, "stop")) == [("b", replica(1).id, 1)]
 
 
 def test_what_was_said_counts_for_a_while() -> None:
     first, second = replica(1), replica(2)
-    driver = Driver(first, second)
+    driver = occupied(first, second)
     say(driver, first, 0)
-    assert instance_of(driver, "a") == second.id
-    driver.later(KV_TOLD_S + 0.1)
-    assert instance_of(driver, "b") == first.id
+    say(driver, second, 0)
+    assert sent(driver.admit("c", prompt=100)) == []
+    assert sent(driver.later(KV_TOLD_S - 0.1)) == []
+    assert [name for name, *_ in sent(driver.later(0.2))] == ["c"]
 
 
-def test_a_node_that_has_said_nothing_is_taken_to_have_enough() -> None:
+def test_a_path_is_taken_to_have_enough() -> None:
     first, second = replica(1), path(2, 3)
     driver = Driver(first, second)
+    instance_of(driver, "a")
     say(driver, first, 0)
     say(driver, replica(2), 0)  # no replica of this gateway's
-    assert instance_of(driver, "a") == second.id
+    assert instance_of(driver, "b") == second.id
 
 
 def test_the_leader_of_a_group_speaks_for_it() -> None:
     first, second = group(1, 2), group(3, 4)
     driver = Driver(first, second)
+    instance_of(driver, "a")
     say(driver, first, 0)
-    assert instance_of(driver, "a") == second.id
-
-
-def test_the_only_instance_takes_a_prompt_that_finds_no_kv_there() -> None:
-    driver = Driver(replica(1))
-    say(driver, replica(1), 0)
-    assert instance_of(driver, "a") == replica(1).id
+    assert instance_of(driver, "b") == second.id
