@@ -218,5 +218,6 @@ class Tokens(Message, frozen=True, kw_only=True, tag="tokens"):
     kv_used: float = 0.0
     """The share of the leader's KV cache that is in use."""
     kv_free: dict[ModelId, int] = msgspec.field(default_factory=dict)
-    """How many positions of KV sequences of each model can still take on the leader. A model that
-    is not named has no KV there, or the leader is of the release before, which does not say."""
+    """How many positions of KV a new sequence of each model can take on the leader, besides what
+    those there will soon take. Below 0: these need more than there is. A model that is not named
+    has no KV there, or the leader is of the release before, which does not say."""

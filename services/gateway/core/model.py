@@ -127,6 +127,10 @@ class Model:
         if self.table.hear_others(changed):
             self.dispatch(now)
 
+    def hear_kv(self, node: NodeId, positions: int, now: float) -> bool:
+        """A node says how many positions of KV are free there. Returns whether those are more."""
+        return self.table.hear_kv(node, positions, self.turns.pace.stay_s, now)
+
     def hear_explained(self, nodes: Collection[NodeId], now: float) -> None:
         """Another gateway has found out what killed these nodes."""
         if self._suspects.hear(nodes):

@@ -26,6 +26,10 @@ IN_LINE = 2.0
 keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
 prompts before the second stage takes them. On longer paths prompts would wait while other nodes
 become complete."""
+STEPS_AHEAD = 2
+"""KV counts as free that comes free in the step that runs and in the next one. A prompt that waits
+for it in the node begins at once; if it waited in the gateway, the node would run a step without
+it."""
 KV_TOLD_S = 1.0
 """For so long counts what a node said of its free KV. It says so with each token."""
 PAST = 3
@@ -96,7 +100,8 @@ class Route:
     measured: int = 0
     """How many such times were measured."""
     kv_free: int = 0
-    """How many positions of KV its leader had free when it last said so."""
+    """How many positions of KV its leader had free when it last said so, with those that probably
+    come free within STEPS_AHEAD, less those of requests that were sent since."""
     kv_told_at: float = float("-inf")
     """When that was."""
     slow_looks: int = 0
@@ -191,12 +196,31 @@ class Route:
         prefills = self.instance.role is not Role.DECODE and not self.claimed
         return prefills and self.is_free(now, shunned)
 
+    def hear_kv(self, positions: int, stay_s: float, now: float) -> None:
+        """Its leader says how many positions of KV are free, besides those of requests that it
+        has. It has those of which it has said so. `stay_s`: how long requests stay. What those
+        leave that probably end within STEPS_AHEAD is counted as free."""
+        sent = there = 0
+        for request in self.requests.values():
+            if self._is_on_its_way(request):
+                sent += request.context
+            else:
+                there += request.context
+        within_s = STEPS_AHEAD * self.token_s
+        ending = there * min(1.0, within_s / stay_s) if stay_s else there
+        self.kv_free = positions - sent + int(ending)
+        self.kv_told_at = now
+
+    def _is_on_its_way(self, request: Request) -> bool:
+        """Whether nothing says that the leader has the request."""
+        if request.instance != self.instance.id:
+            return True
+        return request.prefill > 0 and request.answered_at is None
+
     def kv_left(self, now: float) -> float:
-        """How many positions of KV are free there, less what the prompts take that were sent.
-        Infinite if that is not known: of paths, and of instances that are silent."""
-        if now - self.kv_told_at > KV_TOLD_S:
-            return inf
-        return self.kv_free - self.prompts
+        """How many positions of KV are free there. Infinite if that is not known: of paths, and of
+        instances that are silent."""
+        return self.kv_free if now - self.kv_told_at <= KV_TOLD_S else inf
 
     def has_kv(self, positions: int, now: float) -> bool:
         """Whether so many are free there. An instance on which nothing runs has all that it can
@@ -236,6 +260,7 @@ class Route:
         self._count(1)
         self.charge(charge)
         self.prefill(prefill)
+        self.kv_free -= request.context
 
     def end(self, request: Request, charge: int, prefill: int) -> None:
         """The request runs here no longer. `charge` and `prefill` are what was left of them."""

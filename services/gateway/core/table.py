@@ -135,14 +135,15 @@ class Table:
             total=self.total,
         )
 
-    def hear_kv(self, node: NodeId, positions: int, now: float) -> bool:
-        """A node says how many positions of KV are free there. Returns whether those are more."""
+    def hear_kv(self, node: NodeId, positions: int, stay_s: float, now: float) -> bool:
+        """A node says how many positions of KV are free there. Returns whether those are more.
+        `stay_s`: see `Route.hear_kv`."""
         route = self.lasting.get(node)
         if route is None:
             return False
-        more = positions > route.kv_free
-        route.kv_free, route.kv_told_at = positions, now
-        return more
+        before = route.kv_left(now)
+        route.hear_kv(positions, stay_s, now)
+        return route.kv_free > before
 
     def hear_others(self, changed: Iterable[InstanceId]) -> bool:
         """Takes in what other gateways have running now on these instances. Returns whether that is

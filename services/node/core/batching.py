@@ -391,6 +391,10 @@ class Batcher:
 
     # --- state --------------------------------------------------------------
 
+    def kv_left(self, models: Iterable[ModelId]) -> dict[ModelId, int]:
+        """See `Room.left`."""
+        return self._room.left(models)
+
     @property
     def running(self) -> int:
         return len(self._leader.led.running) + len(self._follower.sequences)

@@ -80,13 +80,23 @@ class Room:
         """Positions of whole pages that the model can still take, less what the sequences here will
         soon take, and what `new` takes. Below 0: they will take more than there is. Sequences that
         wait are left out."""
-        promised: Counter[Need] = Counter()
-        for claim in self._claims():
-            if not claim.waits:
-                promised[self._need(claim)] += max(0, claim.kv_soon - claim.kv_taken)
+        promised = self._promised(claim for claim in self._claims() if not claim.waits)
         if new is not None:
             promised[self._need(new)] += new.kv_soon
         return self._kv.kv_free(model_id, promised)
+
+    def left(self, models: Iterable[ModelId]) -> dict[ModelId, int]:
+        """What a new sequence of each model would find, when those that wait have theirs. Models
+        that are not open, or keep no KV, are left out."""
+        promised = self._promised(self._claims())
+        return {each: self._kv.kv_free(each, promised) for each in models if self._kv.kv_share(each)}
+
+    def _promised(self, claims: Iterable[Claim]) -> Counter[Need]:
+        """What they will soon take and have not."""
+        promised: Counter[Need] = Counter()
+        for claim in claims:
+            promised[self._need(claim)] += max(0, claim.kv_soon - claim.kv_taken)
+        return promised
 
     def _need(self, claim: Claim) -> Need:
         model_id, stage = claim.path.model_id, claim.path.stages[claim.stage]

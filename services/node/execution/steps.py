@@ -312,15 +312,9 @@ class Steps:
         """Hands out what gateways are told: see `Outbox`."""
         if self._out:
             kv_used = self._engine.kv_used / max(1, self._engine.kv_capacity)
-            for gateway, tokens in self._out.empty(kv_used, self._kv_free()):
+            kv_free = self._batcher.kv_left(self._models)
+            for gateway, tokens in self._out.empty(kv_used, kv_free):
                 self._emit(gateway, tokens)
-
-    def _kv_free(self) -> dict[ModelId, int]:
-        """See `Tokens.kv_free`."""
-        engine = self._engine
-        return {
-            model: engine.kv_free(model, {}) for model in self._models if engine.kv_share(model)
-        }
 
     @property
     def load(self) -> WorkerLoad:
