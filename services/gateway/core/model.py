@@ -1,10 +1,10 @@
 """The requests of one model: those that wait, and those that run on its instances.
 
 Requests wait in the order of their tenants' shares (`fair_queue`), those of one tenant first-in
-first-out, and a request that is resumed goes to the head of the queue. A request lets others go
-first only while it keeps away from every instance that is free, because each of them refused it, or
-while it waits for KV: then nothing else begins on the instance that has most of it. Whenever a slot
-may have come free, requests on moving instances get it first, and then the queue.
+first-out, and a request that is resumed goes to the head of the queue. A
+request lets others go first only while it keeps away from every instance that is free, because each
+of them refused it. Whenever a slot may have come free, requests on moving instances get it first,
+and then the queue.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -46,8 +46,6 @@ not count as failures of the request, which may try again as often as its time a
 
 NO_FAULT = (BadInput, NotReady)
 """Errors that say nothing about the instance."""
-MOST_CLAIMS = 8
-"""So many requests wait for KV, each at another instance, while later ones begin elsewhere."""
 KEPT_AT_0_S = 60.0
 """When to ask again for a model that its operator keeps at 0 instances."""
 NO_VECTOR = "the node gives no vectors yet: it is of the release before"
@@ -126,10 +124,6 @@ class Model:
         """Other gateways have said what they have running on these instances."""
         if self.table.hear_others(changed):
             self.dispatch(now)
-
-    def hear_kv(self, node: NodeId, positions: int, now: float) -> bool:
-        """A node says how many positions of KV are free there. Returns whether those are more."""
-        return self.table.hear_kv(node, positions, self.turns.pace.stay_s, now)
 
     def hear_explained(self, nodes: Collection[NodeId], now: float) -> None:
         """Another gateway has found out what killed these nodes."""
@@ -337,30 +331,25 @@ class Model:
             return []
         judged = self._moves.begin(now, with_token=False)
         self._moves.share(now)
+        self._moves.relieve(now)
         self._moves.hand_over(now)
-        self._begin_waiting(now)
-        return judged + self._moves.begin(now, with_token=True)
-
-    def _begin_waiting(self, now: float) -> None:
-        """Begins requests of the queue."""
-        claimed: list[Route] = []
-        while len(claimed) < MOST_CLAIMS and (request := self.queue.next()):
+        while request := self.queue.next():
             route, why = self._choose(request, now)
             if route is not None:
                 self.queue.start(request)
                 self.turns.pace.start(now - request.waiting_since, now)
                 self._attempts.start(request, route, now, why)
-                continue
-            if not self.table.has_free(now):
+            elif self._keeps_away(request, now):
+                self.queue.pass_over(request)
+            else:
                 break
-            # It waits for KV, or keeps away from all that are free: the next request may begin.
-            self.queue.pass_over(request)
-            if not request.suspect and (route := routing.roomiest(self.table, request, now)):
-                route.claimed = True
-                claimed.append(route)
         self.queue.restore()
-        for route in claimed:
-            route.claimed = False
+        return judged + self._moves.begin(now, with_token=True)
+
+    def _keeps_away(self, request: Request, now: float) -> bool:
+        """Whether instances are free, and none of them for this request: the next one may begin."""
+        shuns_all = request.suspect or not self.table.has_free(now, request.shunned)
+        return shuns_all and self.table.has_free(now)
 
     def _choose(self, request: Request, now: float) -> tuple[Route | None, str]:
         """The route for a request, and why; None: it waits."""

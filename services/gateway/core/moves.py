@@ -25,6 +25,10 @@ decode."""
 LATE_S = 1.0
 """But not if the prefill is expected to take longer: a node does not wait for KV that long."""
 
+SHORT_S = 0.4
+"""So long a prompt waits for KV inside its node before it goes elsewhere. Most begin earlier; and
+what a prompt computes while it moves is lost."""
+
 
 @dataclass(frozen=True, slots=True)
 class Judged:
@@ -112,6 +116,17 @@ class Moves:
                 if pair.is_free(now, request.shunned):
                     self._attempts.begin_move(request, pair, now)
 
+    def relieve(self, now: float) -> None:
+        """Submits prompts that wait for KV inside their nodes to instances that have enough for
+        them by now."""
+        found = filter(None, (_last_to_begin(route) for route in self._table.short.values()))
+        for request in sorted(found, key=lambda request: request.submitted_at):
+            if now - request.submitted_at < SHORT_S:
+                break
+            free = (r for r in self._table.open if r.begins(now, request.shunned))
+            if roomy := routing.roomy(free, request, now):
+                self._attempts.begin_move(request, min(roomy, key=lambda r: r.load()), now)
+
     def hand_over(self, now: float) -> None:
         """Submits requests that have their first token, or will soon, to instances that decode, as
         far as these have room. The others go on where they are meanwhile."""
@@ -173,6 +188,15 @@ def _waiting(replica: Route) -> list[Request]:
             found.append(request)
         ahead += request.prefill
     return found
+
+
+def _last_to_begin(route: Route) -> Request | None:
+    """The request that waits for KV on an instance that is short of it: what came last."""
+    waiting = (r for r in route.runs() if not r.has_token and r.answered_at is not None)
+    last = max(waiting, key=lambda request: request.submitted_at, default=None)
+    if last is None or last.move is not None or last.suspect or last.check:
+        return None
+    return last
 
 
 def _goes_on(request: Request) -> bool:

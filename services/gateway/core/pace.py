@@ -2,7 +2,6 @@
 a request would wait for too long."""
 
 from collections import deque
-from math import inf
 from statistics import fmean
 
 from shared.messages.instances import Coming
@@ -31,11 +30,6 @@ class Pace:
     def end(self, stayed_s: float) -> None:
         """A request has ended, so long after it began."""
         self._stays_s.append(stayed_s)
-
-    @property
-    def stay_s(self) -> float:
-        """How long requests stay, from when they begin until they end. Infinite: none has ended."""
-        return fmean(self._stays_s) if self._stays_s else inf
 
     def turn_s(self, waiting: int, slots: int, now: float) -> float | None:
         """Seconds until as many requests as wait now have begun; None if nothing is known.

@@ -26,10 +26,6 @@ IN_LINE = 2.0
 keeps it as busy as a replica. More would only wait there: it has run most of the blocks of so many
 prompts before the second stage takes them. On longer paths prompts would wait while other nodes
 become complete."""
-STEPS_AHEAD = 2
-"""KV counts as free that comes free in the step that runs and in the next one. A prompt that waits
-for it in the node begins at once; if it waited in the gateway, the node would run a step without
-it."""
 KV_TOLD_S = 1.0
 """For so long counts what a node said of its free KV. It says so with each token."""
 PAST = 3
@@ -100,14 +96,12 @@ class Route:
     measured: int = 0
     """How many such times were measured."""
     kv_free: int = 0
-    """How many positions of KV its leader had free when it last said so, with those that probably
-    come free within STEPS_AHEAD, less those of requests that were sent since."""
+    """How many positions of KV its leader had free when it last said so, less those of requests
+    that were sent since. Below 0: a request waits there for its KV."""
     kv_told_at: float = float("-inf")
     """When that was."""
     slow_looks: int = 0
     """How many times in a row it was slow (`speed`)."""
-    claimed: bool = False
-    """Whether a request waits for KV here. Nothing else begins here meanwhile."""
     told: bool = False
     """Whether it is moving, and what was decided for its requests was recorded."""
     places: tuple[Place, ...] = ()
@@ -193,22 +187,13 @@ class Route:
     def begins(self, now: float, shunned: Mapping[InstanceId, float]) -> bool:
         """Whether a request may begin here. Those that have their first token may come to any
         instance that `is_free`."""
-        prefills = self.instance.role is not Role.DECODE and not self.claimed
-        return prefills and self.is_free(now, shunned)
+        return self.instance.role is not Role.DECODE and self.is_free(now, shunned)
 
-    def hear_kv(self, positions: int, stay_s: float, now: float) -> None:
+    def hear_kv(self, positions: int, now: float) -> None:
         """Its leader says how many positions of KV are free, besides those of requests that it
-        has. It has those of which it has said so. `stay_s`: how long requests stay. What those
-        leave that probably end within STEPS_AHEAD is counted as free."""
-        sent = there = 0
-        for request in self.requests.values():
-            if self._is_on_its_way(request):
-                sent += request.context
-            else:
-                there += request.context
-        within_s = STEPS_AHEAD * self.token_s
-        ending = there * min(1.0, within_s / stay_s) if stay_s else there
-        self.kv_free = positions - sent + int(ending)
+        has. It has those of which it has said so."""
+        sent = (r for r in self.requests.values() if self._is_on_its_way(r))
+        self.kv_free = positions - sum(request.context for request in sent)
         self.kv_told_at = now
 
     def _is_on_its_way(self, request: Request) -> bool:
@@ -222,10 +207,11 @@ class Route:
         instances that are silent."""
         return self.kv_free if now - self.kv_told_at <= KV_TOLD_S else inf
 
-    def has_kv(self, positions: int, now: float) -> bool:
-        """Whether so many are free there. An instance on which nothing runs has all that it can
-        have: its node makes room, or says that there is none."""
-        return self.kv_left(now) >= positions or not (self.requests or self.others.requests)
+    @property
+    def lets_wait(self) -> bool:
+        """Whether a request may wait for its KV there: none does yet, or nothing runs there, so
+        that its node makes room, or refuses what is larger than it can ever have."""
+        return self.kv_free >= 0 or not (self.requests or self.others.requests)
 
     def _fits(self, place: Place) -> bool:
         """Whether the stage's node has room. All paths over a node share its slots, including paths

@@ -3,14 +3,16 @@
 Load is measured in outstanding tokens (to prefill and to generate), those of other gateways
 included, per unit of capacity. Two random choices are enough to balance it (Mitzenmacher: the power
 of two choices in randomized load balancing, section 3). Where speeds are mixed, candidates are
-drawn in proportion to their capacity. An instance without a free slot, or without KV for the
-request, is no candidate. A request for which there is no candidate stays in the gateway's queue,
-where the planner sees it, and a new instance gets it the moment it appears.
+drawn in proportion to their capacity. An instance without a free slot is no candidate. A request
+for which there is no candidate stays in the gateway's queue, where the planner sees it, and a new
+instance gets it the moment it appears.
 
 Nodes say with each token how much KV is free there. Outstanding tokens do not show that: a request
-with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. A
-request that waits for KV alone has a claim (`roomiest`), so that shorter prompts do not take what
-comes free before it is enough.
+with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. So
+of the candidates those count that have KV left for the request. Where none has, it waits inside the
+node with the most, which begins it in the very step in which enough comes free, or goes to another
+one that has enough earlier (`moves`). One request waits inside a node; all others stay in the
+queue, in their order, so that a longer prompt is not overtaken by shorter ones.
 """
 
 from bisect import bisect
@@ -52,7 +54,7 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
         route = routes[int(draw() * len(routes))]
         if route is found or draw() * fastest >= route.instance.capacity:
             continue
-        if route.begins(now, request.shunned) and route.has_kv(request.context, now):
+        if route.begins(now, request.shunned) and route.kv_left(now) >= request.context:
             if found is not None:
                 return _lighter(found, route, request)
             found = route
@@ -62,30 +64,32 @@ def _probe(table: Table, request: Request, now: float, draw: Draw) -> Route | No
 def _survey(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
     """Looks at all candidates."""
     free = [route for route in table.open if route.begins(now, request.shunned)]
-    return _two([route for route in free if route.has_kv(request.context, now)], request, draw)
-
-
-def roomiest(table: Table, request: Request, now: float) -> Route | None:
-    """Of the instances on which a request could begin but for its KV, the one with most of it left.
-    The request has a claim to that. None: it waits for something else."""
-    free = (route for route in table.open if route.begins(now, request.shunned))
-    return max(free, key=lambda route: route.kv_left(now), default=None)
+    return _two(free, request, now, draw)
 
 
 def with_kv(free: Sequence[Route], request: Request, now: float) -> list[Route]:
-    """For a request that has begun: those of them that have KV left for it, as far as is known. If
-    none has, those with the most left."""
-    most = max((route.kv_left(now) for route in free), default=0.0)
-    least = min(most, request.context)
-    return [route for route in free if route.kv_left(now) >= least]
+    """Those of them that have KV left for the request, as far as is known. If none has, those with
+    the most left, of those on which none waits for KV."""
+    enough = roomy(free, request, now)
+    if enough:
+        return enough
+    waiting = [route for route in free if route.lets_wait]
+    most = max((route.kv_left(now) for route in waiting), default=0.0)
+    return [route for route in waiting if route.kv_left(now) >= most]
 
 
-def _two(routes: list[Route], request: Request, draw: Draw) -> Route | None:
-    """The less loaded of two."""
-    if len(routes) < 2:
-        return routes[0] if routes else None
-    first = routes.pop(_drawn(routes, draw))
-    return _lighter(first, routes[_drawn(routes, draw)], request)
+def roomy(free: Iterable[Route], request: Request, now: float) -> list[Route]:
+    """Those of them that have KV left for the request."""
+    return [route for route in free if route.kv_left(now) >= request.context]
+
+
+def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
+    """The less loaded of two with KV left."""
+    left = with_kv(free, request, now)
+    if len(left) < 2:
+        return left[0] if left else None
+    first = left.pop(_drawn(left, draw))
+    return _lighter(first, left[_drawn(left, draw)], request)
 
 
 def _drawn(routes: Sequence[Route], draw: Draw) -> int:
@@ -132,7 +136,7 @@ def decoding(table: Table, request: Request, now: float, draw: Draw) -> Route | 
     """The less loaded of two instances that decode, each drawn in proportion to its capacity. None:
     all are full."""
     free = [route for route in table.decoding if route.is_free(now, request.shunned)]
-    return _two(with_kv(free, request, now), request, draw)
+    return _two(free, request, now, draw)
 
 
 def secluded(

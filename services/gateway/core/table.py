@@ -12,6 +12,8 @@ from shared.ids import InstanceId, NodeId
 from shared.messages.instances import Instance, InstanceSet, InstanceState, Role
 from shared.slots import weight
 
+NOTHING: Mapping[InstanceId, float] = {}
+
 
 class Table:
     """The instances of one model, as the newest set has them."""
@@ -35,6 +37,8 @@ class Table:
         """The complete replicas, by node."""
         self.lasting: dict[NodeId, Route] = {}
         """The replicas and groups, by their leaders."""
+        self.short: dict[NodeId, Route] = {}
+        """Those of them on which a request waits for KV, as their leaders said last."""
         self.prefixes = Prefixes()
         self.carriers = Carriers()
         self.sessions = Sessions()
@@ -135,14 +139,17 @@ class Table:
             total=self.total,
         )
 
-    def hear_kv(self, node: NodeId, positions: int, stay_s: float, now: float) -> bool:
-        """A node says how many positions of KV are free there. Returns whether those are more.
-        `stay_s`: see `Route.hear_kv`."""
+    def hear_kv(self, node: NodeId, positions: int, now: float) -> bool:
+        """A node says how many positions of KV are free there. Returns whether those are more."""
         route = self.lasting.get(node)
         if route is None:
             return False
         before = route.kv_left(now)
-        route.hear_kv(positions, stay_s, now)
+        route.hear_kv(positions, now)
+        if route.kv_free < 0:
+            self.short[node] = route
+        else:
+            self.short.pop(node, None)
         return route.kv_free > before
 
     def hear_others(self, changed: Iterable[InstanceId]) -> bool:
@@ -173,9 +180,9 @@ class Table:
         """Whether any route leads over the node."""
         return node in self._nodes
 
-    def has_free(self, now: float) -> bool:
-        """Whether a request may begin on any instance now."""
-        return any(route.begins(now, {}) for route in self.open)
+    def has_free(self, now: float, shunned: Mapping[InstanceId, float] = NOTHING) -> bool:
+        """Whether a request may begin on any instance now, but for its KV."""
+        return any(route.begins(now, shunned) for route in self.open)
 
     @property
     def ring(self) -> Ring:
@@ -189,6 +196,7 @@ class Table:
         routes = self.routes.values()
         self.moving = [r for r in routes if r.instance.state is InstanceState.MOVING]
         self.lasting = {r.instance.leader: r for r in routes if r.instance.lasts}
+        self.short = {n: r for n, r in self.short.items() if self.lasting.get(n) is r}
         self.replicas = {n: r for n, r in self.lasting.items() if r.instance.is_replica}
         serving = [r for r in routes if r.instance.state is InstanceState.SERVING]
         self.pairs = [r for r in serving if r.is_pair]

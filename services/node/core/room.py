@@ -89,7 +89,9 @@ class Room:
         """What a new sequence of each model would find, when those that wait have theirs. Models
         that are not open, or keep no KV, are left out."""
         promised = self._promised(self._claims())
-        return {each: self._kv.kv_free(each, promised) for each in models if self._kv.kv_share(each)}
+        return {
+            each: self._kv.kv_free(each, promised) for each in models if self._kv.kv_share(each)
+        }
 
     def _promised(self, claims: Iterable[Claim]) -> Counter[Need]:
         """What they will soon take and have not."""

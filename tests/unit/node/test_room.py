@@ -96,6 +96,19 @@ def test_the_leader_keeps_its_own_room_while_it_asks() -> None:
     assert rows(take(core)) == [("alone#1", 0, 4)]
 
 
+def test_what_is_left_is_what_a_new_sequence_finds_when_all_others_have_theirs() -> None:
+    kv = FakeKv(kv_capacity=200)
+    core = batcher(kv=kv, step_tokens=100)
+    assert core.kv_left([MODEL]) == {MODEL: 200}
+    queue(core, prompt("runs", WHOLE, 20), prompt("long", WHOLE, 30, max_tokens=100))
+    assert core.kv_left([MODEL]) == {MODEL: 200 - 48 - 48}
+    run(core, take(core))
+    kv.kv_used = 64
+    assert core.kv_left([MODEL]) == {MODEL: 200 - 48 - 48}
+    queue(core, prompt("waits", WHOLE, 100, max_tokens=50))
+    assert core.kv_left([MODEL]) == {MODEL: 200 - 48 - 48 - 128}
+
+
 def test_no_sequence_on_a_path_waits_behind_one_that_waits() -> None:
     kv = FakeKv(kv_capacity=80)
     core = batcher(kv=kv)

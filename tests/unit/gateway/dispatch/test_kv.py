@@ -57,6 +57,36 @@ def test_prompts_that_were_sent_take_what_is_free() -> None:
     assert [instance_of(driver, name) for name in "abc"] == [first.id, second.id, first.id]
 
 
+def test_what_a_node_says_includes_the_requests_of_which_it_has_said_so() -> None:
+    first = replica(1)
+    driver = occupied(first)
+    assert say(driver, first, 350) == []
+    for name in "ab":
+        assert instance_of(driver, name) == first.id
+    driver.take("a", 1)
+    assert say(driver, first, 199) == []  # besides a
+    assert sent(driver.admit("c", prompt=100)) == []
+    driver.take("b", 1)
+    assert say(driver, first, 99) == []  # besides b
+    assert say(driver, first, 100) == [("c", first.id, 1)]
+
+
+def test_what_comes_free_within_two_steps_is_counted_as_free() -> None:
+    first = replica(1)
+    driver = occupied(first)
+    for name in "ab":
+        assert instance_of(driver, name, prompt=60) == first.id
+    for index in range(10):
+        driver.later(0.1)
+        driver.give("a", 1, index, "stop" if index == 9 else "")
+        driver.give("b", 1, index)
+    # Requests stay 1 s, and a step takes 0.1 s. What is there has 2 and 70 tokens.
+    driver.later(0.1)
+    assert say(driver, first, 45) == []
+    assert sent(driver.admit("c", prompt=60)) == []
+    assert say(driver, first, 46) == [("c", first.id, 1)]
+
+
 def test_a_prompt_waits_in_the_gateway_until_its_kv_is_free_anywhere() -> None:
     first, second = replica(1), replica(2)
     driver = occupied(first, second)
