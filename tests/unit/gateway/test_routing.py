@@ -1,6 +1,5 @@
 from collections import Counter
 from itertools import count
-from math import inf
 from random import Random
 
 import pytest
@@ -218,7 +217,7 @@ def test_of_many_instances_one_with_kv_is_found() -> None:
     busy = ((one, 0, min(1, number)) for number, one in enumerate(many))
     table, asking, draw = table_of(*busy), request("a"), Random(0).random
     for one in many[1:]:
-        table.hear_kv(one.leader, asking.context - 1, inf, now=0.0)
+        table.hear_kv(one.leader, asking.context - 1, now=0.0)
     for _ in range(20):
         assert choose(table, asking, 0.0, draw) is table.routes[many[0].id]
 

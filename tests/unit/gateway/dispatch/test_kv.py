@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.gateway.core.model import MOST_CLAIMS
+from services.gateway.core.moves import SHORT_S
 from services.gateway.core.routes import KV_TOLD_S
 from shared.ids import RequestId
 from shared.messages.instances import Instance
@@ -64,77 +64,72 @@ def test_what_a_node_says_includes_the_requests_of_which_it_has_said_so() -> Non
     for name in "ab":
         assert instance_of(driver, name) == first.id
     driver.take("a", 1)
-    assert say(driver, first, 199) == []  # besides a
+    assert say(driver, first, 99) == []  # besides a
     assert sent(driver.admit("c", prompt=100)) == []
     driver.take("b", 1)
-    assert say(driver, first, 99) == []  # besides b
-    assert say(driver, first, 100) == [("c", first.id, 1)]
+    assert say(driver, first, -1) == []  # besides b
+    assert say(driver, first, 0) == [("c", first.id, 1)]
 
 
-def test_what_comes_free_within_two_steps_is_counted_as_free() -> None:
-    first = replica(1)
-    driver = occupied(first)
-    for name in "ab":
-        assert instance_of(driver, name, prompt=60) == first.id
-    for index in range(10):
-        driver.later(0.1)
-        driver.give("a", 1, index, "stop" if index == 9 else "")
-        driver.give("b", 1, index)
-    # Requests stay 1 s, and a step takes 0.1 s. What is there has 2 and 70 tokens.
-    driver.later(0.1)
-    assert say(driver, first, 45) == []
-    assert sent(driver.admit("c", prompt=60)) == []
-    assert say(driver, first, 46) == [("c", first.id, 1)]
-
-
-def test_a_prompt_waits_in_the_gateway_until_its_kv_is_free_anywhere() -> None:
-    first, second = replica(1), replica(2)
-    driver = occupied(first, second)
-    assert say(driver, first, 50) == say(driver, second, 60) == []
-    assert sent(driver.admit("a", prompt=100)) == []
-    assert say(driver, first, 99) == []
-    assert [load.queued_requests for load in driver.dispatch.loads(0)] == [1]
-    assert say(driver, second, 100) == [("a", second.id, 1)]
-
-
-def test_shorter_prompts_begin_elsewhere_and_not_where_a_longer_one_waits_for_kv() -> None:
-    instances = [replica(number) for number in range(3)]
+def test_where_none_has_enough_one_waits_inside_the_node_with_the_most() -> None:
+    """The others stay in the queue, in their order."""
+    first, second, third = instances = [replica(number) for number in range(3)]
     driver = occupied(*instances)
-    for instance, free in zip(instances, (60, 50, 10), strict=True):
+    for instance, free in ((first, 10), (second, 30), (third, 20)):
         say(driver, instance, free)
-    assert sent(driver.admit("long", prompt=100)) == []
-    assert sent(driver.admit("short", prompt=40)) == [("short", instances[1].id, 1)]
-    assert sent(driver.admit("next", prompt=40)) == []
-    assert say(driver, instances[0], 99) == []
-    assert say(driver, instances[0], 100) == [("long", instances[0].id, 1)]
-    assert say(driver, instances[2], 40) == [("next", instances[2].id, 1)]
+    for name, instance in (("a", second), ("b", third), ("c", first)):
+        assert instance_of(driver, name) == instance.id
+    assert sent(driver.admit("d", prompt=100)) == sent(driver.admit("short", prompt=5)) == []
+    assert [load.queued_requests for load in driver.dispatch.loads(0)] == [2]
+    driver.take("c", 1)
+    assert say(driver, first, -1) == []  # c waits
+    assert say(driver, first, 0) == [("d", first.id, 1)]
+    assert say(driver, second, 105) == [("short", second.id, 1)]  # a is still on its way
 
 
-def test_no_more_requests_wait_for_kv_at_once_than_some() -> None:
-    instances = [replica(number) for number in range(MOST_CLAIMS + 1)]
-    driver = occupied(*instances)
-    for instance in instances:
-        say(driver, instance, 50)
-    for number in range(MOST_CLAIMS - 1):
-        assert sent(driver.admit(f"long {number}", prompt=100)) == []
-    assert len(sent(driver.admit("short", prompt=10))) == 1
-    assert sent(driver.admit("one more", prompt=100)) == []
-    assert sent(driver.admit("another", prompt=10)) == []
-
-
-def test_an_instance_on_which_nothing_runs_takes_any_prompt() -> None:
+def test_an_instance_on_which_nothing_runs_lets_any_prompt_wait() -> None:
     driver = Driver(replica(1))
-    say(driver, replica(1), 10)
+    say(driver, replica(1), -10)
     assert instance_of(driver, "a") == replica(1).id
     assert sent(driver.admit("b", prompt=100)) == []
     assert sent(driver.give("a", 1, 0, "stop")) == [("b", replica(1).id, 1)]
 
 
+def test_who_waits_long_inside_a_node_goes_where_its_kv_is_free() -> None:
+    first, second = replica(1), replica(2)
+    driver = occupied(first, second)
+    say(driver, first, 20)
+    say(driver, second, 10)
+    assert instance_of(driver, "a") == first.id
+    assert say(driver, second, 100) == []  # nothing says that it waits
+    driver.take("a", 1)
+    assert say(driver, first, -80) == say(driver, second, 101) == []  # it has not waited for long
+    say(driver, second, 99)
+    assert sent(driver.later(SHORT_S)) == []
+    assert say(driver, second, 100) == [("a", second.id, 2)]
+    driver.take("a", 2)
+    assert sent(driver.later(SHORT_S)) == say(driver, first, 20) == []
+    assert driver.dispatch._ledger.requests[RequestId("a")].instance == second.id
+
+
+def test_who_has_begun_does_not_go() -> None:
+    first, second = replica(1), replica(2)
+    driver = occupied(first, second)
+    say(driver, first, 20)
+    say(driver, second, 10)
+    assert instance_of(driver, "a") == first.id
+    driver.take("a", 1)
+    say(driver, first, -80)
+    driver.later(SHORT_S)
+    driver.give("a", 1, 0)
+    assert say(driver, second, 100) == []
+
+
 def test_what_was_said_counts_for_a_while() -> None:
     first, second = replica(1), replica(2)
     driver = occupied(first, second)
-    say(driver, first, 0)
-    say(driver, second, 0)
+    say(driver, first, -1)
+    say(driver, second, -1)
     assert sent(driver.admit("c", prompt=100)) == []
     assert sent(driver.later(KV_TOLD_S - 0.1)) == []
     assert [name for name, *_ in sent(driver.later(0.2))] == ["c"]
