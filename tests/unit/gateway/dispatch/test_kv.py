@@ -2,8 +2,12 @@
 
 import msgspec
 
+from services.gateway.core import routing
 from services.gateway.core.moves import SHORT_S
-from services.gateway.core.routes import KV_TOLD_S
+from services.gateway.core.requests import Request
+from services.gateway.core.routes import KV_TOLD_S, Route
+from services.gateway.core.routing import Draw, Routing
+from services.gateway.core.table import Table
 from shared.ids import RequestId
 from shared.messages.instances import Instance
 from shared.messages.serving import Tokens
@@ -110,6 +114,34 @@ def test_who_waits_long_inside_a_node_goes_where_its_kv_is_free() -> None:
     driver.take("a", 2)
     assert sent(driver.later(SHORT_S)) == say(driver, first, 20) == []
     assert driver.dispatch._ledger.requests[RequestId("a")].instance == second.id
+
+
+def test_who_has_its_kv_by_then_does_not_go() -> None:
+    first, second = replica(1), replica(2)
+    driver = occupied(first, second)
+    say(driver, first, 20)
+    say(driver, second, 10)
+    assert instance_of(driver, "a") == first.id
+    driver.take("a", 1)
+    say(driver, first, -80)
+    say(driver, first, 0)
+    driver.later(SHORT_S)
+    assert say(driver, second, 100) == []
+
+
+def test_while_all_who_are_free_lack_kv_only_the_first_in_the_queue_is_looked_at() -> None:
+    asked = list[str]()
+
+    def choose(table: Table, request: Request, now: float, draw: Draw) -> Route | None:
+        asked.append(request.id)
+        return routing.choose(table, request, now, draw)
+
+    first = replica(1)
+    driver = Driver(first, routing=Routing(choose=choose))
+    driver.admit("a")
+    say(driver, first, -1)
+    assert sent(driver.admit("b", "c")) == []
+    assert asked == ["a", "b"]
 
 
 def test_who_has_begun_does_not_go() -> None:
