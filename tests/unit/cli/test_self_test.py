@@ -42,6 +42,8 @@ def test_fast_tests_take_no_torch() -> None:
          ["services/planner", "tests/unit/planner/multicast"]),
         (["tests/unit/simulation", "tests/sim"],
          ["simulation", "tests/sim", "tests/unit/simulation"]),
+        (["tests/unit/node/test_room.py", "tests/unit/node/execution"],
+         ["services/node", "tests/unit/node/execution", "tests/unit/node/test_room.py"]),
     ],
 )  # fmt: skip
 def test_paths_are_checked_with_what_they_test(rest: list[str], expected: list[str]) -> None:
