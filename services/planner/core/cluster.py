@@ -33,6 +33,7 @@ from shared.ids import Generation, ModelId, NodeId
 from shared.messages.changes import applies
 from shared.messages.pool import (
     ARENA,
+    MEMORY,
     Holding,
     ModelRecord,
     NodeInfo,
@@ -346,6 +347,10 @@ class Cluster:
         nodes = sorted(index.get(model, ()))
         found = {node: self.held(node, model, tiers) for node in nodes}
         return {node: blocks for node, blocks in found.items() if blocks}
+
+    def in_memory(self, model: ModelId, blocks: Blocks) -> bool:
+        """Whether nodes have all these blocks of the model in memory."""
+        return blocks <= frozenset[int]().union(*self.holders(model, MEMORY).values())
 
     def hosts(self, node: NodeId, model: ModelId) -> bool:
         """Whether the node has device memory set aside for the model, filled or not."""

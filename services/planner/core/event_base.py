@@ -12,6 +12,8 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
+from services.planner.core.disks import Read
+from services.planner.core.disks import share as disk_share
 from services.planner.core.event_phases import (
     STEPS,
     Case,
@@ -27,6 +29,7 @@ from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
 from services.planner.core.standing import Standing
 from services.planner.core.tickets import Ticket
+from services.planner.core.tiers import apart
 from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
@@ -43,6 +46,7 @@ MAX_REVISIONS = 32
 THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
 NEVER = float("inf")
+_NONE: AbstractSet[int] = frozenset()
 
 
 class EventBase:
@@ -82,6 +86,8 @@ class EventBase:
         self._case = Case("")
         self._stalls = 0
         self._news_at = desk.at
+        self._share = (-1, 1.0)
+        """A revision of the plan, and the share that it takes of the disks."""
         self._patience = STALL_S + max(model.block_bytes, default=0) / STALL_BYTES_PER_S
         """For how long it waits for a block."""
 
@@ -144,6 +150,32 @@ class EventBase:
             for node in self._incomplete
             if self._wanted_by(node) - held[node] - self._promoting.get(node, nothing)
         )
+
+    def read(self) -> Read | None:
+        """What it reads from disks. None: nothing, or nothing more."""
+        if self.over:
+            return None
+        sizes, priority = self._model.block_bytes, self._model.priority
+        nodes, cluster = self._desk.cluster.nodes, self._desk.cluster
+        if self._roles is None or self.record.state is EventState.DECIDED:
+            if cluster.in_memory(self._model.model_id, self._every):
+                return None
+            return Read(apart(nodes, self._on_disk()), sum(sizes), priority)
+        lacking = {node: self._wanted_by(node) - self._held(node) for node in self._incomplete}
+        own = {
+            node for node, blocks in lacking.items() if self._promoting.get(node, _NONE) & blocks
+        }
+        disks = apart(nodes, own | (self._senders() & self._on_disk().keys()))
+        missing = frozenset[int]().union(*lacking.values())
+        nbytes = sum(sizes[block] for block in missing)
+        return Read(disks, nbytes, priority, self._disk_share(disks)) if disks else None
+
+    def _disk_share(self, disks: Collection[NodeId]) -> float:
+        """See `Read.share`. It is worked out once for each revision of the plan."""
+        if self._share[0] != self.record.revision:
+            share = disk_share(self._links(), disks, self.record.targets)
+            self._share = self.record.revision, share
+        return self._share[1]
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""

@@ -12,6 +12,7 @@ import msgspec
 from services.planner.core.alarms import NEVER, Alarms
 from services.planner.core.arbiter import Claim, GiveWay
 from services.planner.core.desk import Desk
+from services.planner.core.disks import Read
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.model import ModelMachine
 from services.planner.core.rooms import Rooms
@@ -35,7 +36,7 @@ class Machines:
         self._times_broken: dict[ModelId, int] = {}
         self._failed: list[tuple[ModelMachine, Exception]] = []
         """Machines that raised while another was told something. They break after that."""
-        self.rooms = Rooms(desk, self._claims, self._loading)
+        self.rooms = Rooms(desk, self._claims, self._loading, self._reads)
         self._desk = desk
         self._alarms = alarms
 
@@ -51,6 +52,10 @@ class Machines:
         for model in self.named.values():
             if model.scaling:
                 yield from model.targets(priority)
+
+    def _reads(self) -> Iterator[Read]:
+        """What running events read from disks."""
+        return filter(None, (event.read() for event in self.events()))
 
     def _claims(self, asker: ModelId) -> list[Claim]:
         """What each model has and wants. A machine that fails to say so breaks, not the one that

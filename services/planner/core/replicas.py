@@ -265,7 +265,7 @@ class Replicas:
             self._append(self.event, decision, needs)
         elif at < self._retry_at:
             self._decide_by(self._retry_at)
-        elif not self._standing.waits(at) and self._has_room(needs):
+        elif not self._standing.waits(at) and self._has_turn(needs) and self._has_room(needs):
             self._begin(decision, needs)
 
     @property
@@ -330,6 +330,14 @@ class Replicas:
         avoided = sorted(self._standing.avoided(self._desk.at) | taken)
         return tuple(dict.fromkeys((*self._fleet.members, *self._standing.released, *avoided)))
 
+    def _has_turn(self, needs: Needs) -> bool:
+        """Whether the disks that a load needs are not kept busy by others."""
+        why = self._rooms.disks_for(self.record)
+        if why:
+            self._no_room = False
+            self._say_why(len(needs), "disks", why)
+        return not why
+
     def _has_room(self, needs: Needs) -> bool:
         """Whether at least one more replica has room now. Others are asked to make room for those
         that have not."""
@@ -346,12 +354,17 @@ class Replicas:
             why = f"room for {coming} is being made" if coming else room.why_not
             if len(needs[0]) > 1:
                 why = f"{counted(len(needs[0]), 'device')} with {self.cutting.room} bytes: {why}"
-        if why != self._waits_because:
-            self._waits_because = why
-            self._tell(f"waits for memory for {counted(missing, 'replica')}: {why}")
-            self.note(Verdict.WAITS, self.total + missing, why)
-            self._log("info", "waits for memory", replicas=missing, why=why)
+        self._say_why(missing, "memory", why)
         return False
+
+    def _say_why(self, missing: int, what: str, why: str) -> None:
+        """It waits for something, for this reason."""
+        if why == self._waits_because:
+            return
+        self._waits_because = why
+        self._tell(f"waits for {what} for {counted(missing, 'replica')}: {why}")
+        self.note(Verdict.WAITS, self.total + missing, why)
+        self._log("info", f"waits for {what}", replicas=missing, why=why)
 
     def _begin(self, decision: Decision, needs: Needs) -> None:
         now, settings = self._desk.now, self._desk.settings

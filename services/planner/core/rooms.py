@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
+from services.planner.core.disks import Read, may_begin
+from services.planner.core.tiers import apart
 from shared.ids import ModelId, NodeId
-from shared.messages.pool import Duty
+from shared.messages.pool import Duty, ModelRecord, Tier
 
 PROMISE_S = 3.0
 """Seconds after which a promise ends whose model no longer asks. Models that wait ask every
@@ -34,9 +36,11 @@ class Rooms:
         desk: Desk,
         claims: Callable[[ModelId], list[Claim]],
         loading: Callable[[int], Iterable[NodeId]],
+        reads: Callable[[], Iterable[Read]],
     ) -> None:
         """`claims`: asks all models on behalf of this one. `loading`: the targets of running
-        events that do not give way to a model of this priority."""
+        events that do not give way to a model of this priority. `reads`: what running events read
+        from disks."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
@@ -44,6 +48,7 @@ class Rooms:
         self._desk = desk
         self._claims = claims
         self._loading = loading
+        self._reads = reads
         self._promises: dict[NodeId, _Promise] = {}
 
     def must_leave(self, node: NodeId, model: ModelId) -> bool:
@@ -94,6 +99,19 @@ class Rooms:
                     way.model,
                 )
         return room
+
+    def disks_for(self, model: ModelRecord) -> str:
+        """Why a load of the model waits until others have read the disks that it needs; empty: it
+        may begin."""
+        cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
+        if cluster.in_memory(model.model_id, every):
+            return ""
+        disks = apart(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
+        running = list(self._reads())
+        if may_begin(Read(disks, model.nbytes, model.priority), running):
+            return ""
+        self.waiting.add(model.model_id)
+        return f"others are being read from {', '.join(disks)}"
 
     def _promise(self, node: NodeId, claimant: Claim, *, made: bool) -> None:
         known = self._promises.get(node)

@@ -1,0 +1,51 @@
+"""Whether a load that needs disks begins, or waits until others have read them.
+
+Loads that read the same disks at the same time share them. Two of equal size are both over when the
+second one would be over if they came one after the other; the first is late for nothing, and holds
+memory all the while in which other models' copies could stay. So loads that keep a disk busy come
+one after the other, in the order in which they asked. A large load that runs keeps no small one
+waiting, since that is over sooner; and what is read for lower priorities keeps nobody waiting.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+
+from services.planner.core.links import Links
+from shared.ids import NodeId
+
+BUSY = 0.75
+"""A disk is busy if it is read for this share of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What a load reads from disks."""
+
+    disks: Collection[NodeId]
+    """The first node of each machine stands for the machine's disk."""
+    nbytes: int
+    """How much of the model is still to come."""
+    priority: int
+    share: float = 1.0
+    """For which share of the time it keeps the disks busy."""
+
+
+def may_begin(new: Read, running: Iterable[Read]) -> bool:
+    """Whether a load begins beside those that run: it does if it finds a disk that these do not
+    keep busy."""
+    used = Counter[NodeId]()
+    for read in running:
+        if read.nbytes <= new.nbytes and read.priority >= new.priority:
+            used.update(dict.fromkeys(read.disks, read.share))
+    return not new.disks or min(used[disk] for disk in new.disks) < BUSY
+
+
+def share(links: Links, disks: Collection[NodeId], targets: Collection[NodeId]) -> float:
+    """For which share of the time disks are read that send to these targets: less than 1 if a
+    target's link is slower than all of them together."""
+    ports = [port for port in map(links.port, targets) if port is not None]
+    read = sum(map(links.disk_rate, disks))
+    if not read or not ports or not set(targets).isdisjoint(disks):
+        return 1.0
+    return min(1.0, min(port.into for port in ports) / read)
