@@ -1,0 +1,139 @@
+"""Loads that keep a disk busy come one after the other."""
+
+import msgspec
+import pytest
+
+from services.planner.core import commands
+from services.planner.core.disks import BUSY, Read, may_begin, share
+from services.planner.core.links import Links
+from services.planner.core.stimuli import NodeJoined
+from shared.ids import ModelId, NodeId
+from shared.messages import Ok
+from shared.messages.pool import Holding, ModelRecord, Profile, Reserved, Source, Sources, Tier
+from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
+
+A, B = NodeId("a"), NodeId("b")
+
+
+@pytest.mark.parametrize(
+    ("running", "begins"),
+    [
+        ([], True),
+        ([Read([A], 10, 0)], False),
+        ([Read([A], 3, 0)], False),
+        ([Read([A], 11, 0)], True),  # it is over later than the new one
+        ([Read([A], 10, -1)], True),
+        ([Read([A], 10, 1)], False),
+        ([Read([B], 10, 0)], True),
+        ([Read([A], 10, 0, 0.4)], True),  # its target's link is slow
+        ([Read([A], 10, 0, 0.4), Read([A], 10, 0, 0.4)], False),
+    ],
+)
+def test_a_load_waits_while_its_disk_is_busy(running: list[Read], begins: bool) -> None:
+    assert may_begin(Read([A], 10, 0), running) == begins
+
+
+def test_one_disk_that_is_free_is_enough() -> None:
+    new = Read([A, B], 10, 0)
+    assert may_begin(new, [Read([A], 10, 0)])
+    assert not may_begin(new, [Read([A], 10, 0), Read([B], 10, 0)])
+    assert may_begin(Read([], 10, 0), [Read([A], 10, 0)])
+
+
+@pytest.mark.parametrize(
+    ("disks", "targets", "link", "expected"),
+    [
+        ([A], [B], 100, 1.0),
+        ([A], [B], 25, 0.5),
+        ([A], [B], 0, 1.0),  # not known
+        ([A], [A], 25, 1.0),  # its own disk
+        ([], [B], 25, 1.0),
+    ],
+)
+def test_a_slow_link_leaves_disks_idle(
+    disks: list[NodeId], targets: list[NodeId], link: int, expected: float
+) -> None:
+    infos = {node: msgspec.structs.replace(info(node), link_bytes_per_s=link) for node in (A, B)}
+    links = Links(infos, {A: Profile(load_bytes_per_s=50.0)}, 0, 0.0)
+    assert share(links, disks, targets) == expected
+    assert BUSY > 0.5
+
+
+def on_disks(*models: ModelRecord, nodes: str = "a") -> Driver:
+    """Four machines with room for two models each; the disks of some hold all models. Links are a
+    hundred times as fast as disks."""
+    driver = Driver()
+    for node in "abcd":
+        driver.feed(NodeJoined(info=msgspec.structs.replace(info(node), host=node)))
+        held = [Holding(each.model_id, Tier.DISK, EVERY) for each in models if node in nodes]
+        driver.status(node, *held, free=1000, load_bytes_per_s=100.0)
+    for each in models:
+        driver.publish(each)
+    return driver
+
+
+def asked_for(driver: Driver) -> list[ModelId]:
+    return [question.message.model_id for question in driver.all_asked(commands.Reserve)]
+
+
+def load(driver: Driver, target: str, disk: str) -> None:
+    """The only event that asks for a target gets this one, and a disk to read from."""
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info(target),)))
+    found = Source(info(disk), Tier.DISK, EVERY, True)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=(found,)))
+    driver.think()
+    for plan in driver.orders():
+        driver.answer(plan, Ok())
+
+
+def test_others_have_their_turn_in_the_order_in_which_they_asked() -> None:
+    driver = on_disks(*map(model, ("one", "two", "three")))
+    driver.load(1, name="one", gateway="g1")
+    driver.load(1, name="three", gateway="g3")
+    driver.wait(0.1)
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == [id_of("one")]
+    told = [transition.text for transition in driver.core.story(id_of("three"))]
+    assert "waits for disks for 1 replica: others are being read from a" in told
+    load(driver, "b", "a")
+    assert asked_for(driver) == []
+    driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY), free=600)
+    assert asked_for(driver) == [id_of("three")]
+    load(driver, "c", "a")
+    driver.status("c", Holding(id_of("three"), Tier.GPU, EVERY), free=600)
+    assert asked_for(driver) == [id_of("two")]
+
+
+def test_another_disk_is_another_turn() -> None:
+    driver = on_disks(*map(model, ("one", "two", "three")), nodes="ad")
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    load(driver, "c", "d")
+    driver.load(1, name="three", gateway="g3")
+    assert asked_for(driver) == []
+
+
+def test_a_copy_in_memory_needs_no_turn() -> None:
+    driver = on_disks(*map(model, ("one", "two")))
+    copies = [Holding(id_of("two"), tier, EVERY) for tier in (Tier.HOST, Tier.DISK)]
+    driver.status("a", *copies, Holding(id_of("one"), Tier.DISK, EVERY), free=600)
+    driver.load(1, name="one", gateway="g1")
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == [id_of("one"), id_of("two")]
+
+
+def test_a_higher_priority_needs_no_turn() -> None:
+    driver = on_disks(model("one"), msgspec.structs.replace(model("two"), priority=1))
+    driver.load(1, name="one", gateway="g1")
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == [id_of("one"), id_of("two")]
+
+
+def test_what_is_woken_keeps_no_disk_busy() -> None:
+    driver = on_disks(*map(model, ("one", "two")))
+    copies = [Holding(id_of("two"), tier, EVERY) for tier in (Tier.HOST, Tier.DISK)]
+    driver.status("a", *copies, Holding(id_of("one"), Tier.DISK, EVERY), free=600)
+    driver.load(1, name="two", gateway="g2")
+    driver.load(1, name="one", gateway="g1")
+    assert asked_for(driver) == [id_of("two"), id_of("one")]
