@@ -59,14 +59,14 @@ def test_a_slow_link_leaves_disks_idle(
     assert BUSY > 0.5
 
 
-def on_disks(*models: ModelRecord, nodes: str = "a") -> Driver:
-    """Four machines with room for two models each; the disks of some hold all models. Links are a
-    hundred times as fast as disks."""
+def on_disks(*models: ModelRecord, nodes: str = "a", disk_bytes_per_s: float = 100.0) -> Driver:
+    """Four machines with room for two models each; the disks of some hold all models. Links carry
+    10,000 bytes/s."""
     driver = Driver()
     for node in "abcd":
         driver.feed(NodeJoined(info=msgspec.structs.replace(info(node), host=node)))
         held = [Holding(each.model_id, Tier.DISK, EVERY) for each in models if node in nodes]
-        driver.status(node, *held, free=1000, load_bytes_per_s=100.0)
+        driver.status(node, *held, free=1000, load_bytes_per_s=disk_bytes_per_s)
     for each in models:
         driver.publish(each)
     return driver
@@ -130,10 +130,26 @@ def test_a_higher_priority_needs_no_turn() -> None:
     assert asked_for(driver) == [id_of("one"), id_of("two")]
 
 
-def test_what_is_woken_keeps_no_disk_busy() -> None:
+def test_what_comes_from_memory_keeps_no_disk_busy() -> None:
     driver = on_disks(*map(model, ("one", "two")))
-    copies = [Holding(id_of("two"), tier, EVERY) for tier in (Tier.HOST, Tier.DISK)]
-    driver.status("a", *copies, Holding(id_of("one"), Tier.DISK, EVERY), free=600)
+    driver.status("b", Holding(id_of("two"), Tier.HOST, EVERY), free=600)
     driver.load(1, name="two", gateway="g2")
     driver.load(1, name="one", gateway="g1")
     assert asked_for(driver) == [id_of("two"), id_of("one")]
+
+
+def test_a_target_s_own_disk_is_busy_too() -> None:
+    driver = on_disks(*map(model, ("one", "two")))
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "a", "a")
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == []
+
+
+def test_behind_slow_links_loads_come_beside_each_other() -> None:
+    driver = on_disks(*map(model, ("one", "two")), disk_bytes_per_s=1e6)
+    driver.load(1, name="one", gateway="g1")
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == [id_of("one")], "what it will take of the disk is not known yet"
+    load(driver, "b", "a")
+    assert asked_for(driver) == [id_of("two")]
