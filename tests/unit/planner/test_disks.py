@@ -6,10 +6,18 @@ import pytest
 from services.planner.core import commands
 from services.planner.core.disks import BUSY, Read, may_begin, share
 from services.planner.core.links import Links
-from services.planner.core.stimuli import NodeJoined
 from shared.ids import ModelId, NodeId
 from shared.messages import Ok
-from shared.messages.pool import Holding, ModelRecord, Profile, Reserved, Source, Sources, Tier
+from shared.messages.pool import (
+    Holding,
+    ModelRecord,
+    NodeJoined,
+    Profile,
+    Reserved,
+    Source,
+    Sources,
+    Tier,
+)
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 
 A, B = NodeId("a"), NodeId("b")
