@@ -43,6 +43,8 @@ STALL_BYTES_PER_S = 20_000_000
 again."""
 MAX_REVISIONS = 32
 """The event fails instead of making a further plan."""
+READ_S = 0.1
+"""For so long counts what an event was found to read from disks."""
 THINK_S = 120.0
 """Seconds after which an answer of a thread counts as lost."""
 NEVER = float("inf")
@@ -86,8 +88,11 @@ class EventBase:
         self._case = Case("")
         self._stalls = 0
         self._news_at = desk.at
-        self._share = (-1, 1.0)
-        """A revision of the plan, and the share that it takes of the disks."""
+        self._read: Read | None = None
+        """See `read`."""
+        self._read_of: tuple[EventState, int] | None = None
+        """The plan of which it was found."""
+        self._read_until = 0.0
         self._patience = STALL_S + max(model.block_bytes, default=0) / STALL_BYTES_PER_S
         """For how long it waits for a block."""
 
@@ -152,9 +157,18 @@ class EventBase:
         )
 
     def read(self) -> Read | None:
-        """What it reads from disks. None: nothing, or nothing more."""
+        """What it reads from disks. None: nothing, or nothing more.
+
+        Models that wait ask every event again and again, and one of a thousand targets has much to
+        look through. So what was found counts for READ_S, until there is another plan."""
         if self.over:
             return None
+        at, plan = self._desk.at, (self.record.state, self.record.revision)
+        if self._read_of != plan or at >= self._read_until:
+            self._read, self._read_of, self._read_until = self._find_read(), plan, at + READ_S
+        return self._read
+
+    def _find_read(self) -> Read | None:
         sizes, priority = self._model.block_bytes, self._model.priority
         nodes, cluster = self._desk.cluster.nodes, self._desk.cluster
         if self._roles is None or self.record.state is EventState.DECIDED:
@@ -162,20 +176,12 @@ class EventBase:
                 return None
             return Read(apart(nodes, self._on_disk()), sum(sizes), priority)
         lacking = {node: self._wanted_by(node) - self._held(node) for node in self._incomplete}
-        own = {
-            node for node, blocks in lacking.items() if self._promoting.get(node, _NONE) & blocks
-        }
+        own = {n for n, blocks in lacking.items() if self._promoting.get(n, _NONE) & blocks}
         disks = apart(nodes, own | (self._senders() & self._on_disk().keys()))
         missing = frozenset[int]().union(*lacking.values())
         nbytes = sum(sizes[block] for block in missing)
-        return Read(disks, nbytes, priority, self._disk_share(disks)) if disks else None
-
-    def _disk_share(self, disks: Collection[NodeId]) -> float:
-        """See `Read.share`. It is worked out once for each revision of the plan."""
-        if self._share[0] != self.record.revision:
-            share = disk_share(self._links(), disks, self.record.targets)
-            self._share = self.record.revision, share
-        return self._share[1]
+        share = disk_share(self._links(), disks, self.record.targets)
+        return Read(disks, nbytes, priority, share) if disks else None
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""
