@@ -192,8 +192,10 @@ def _without_objectives(
     soon = filled(there, work, policy) / policy.fill
     if policy.fixed is not None or soon <= load:
         want = wanted(load, policy)
+        slow = msgspec.structs.replace(work, stay_s=max(work.stay_s, demand.arrivals.lately_s))
+        left = inside(slow, supply.horizon_s, policy.fill * total)
         # What waits now is not gone by then, as far as it is known how long requests stay.
-        waits = work.stay_s > 0 and soon > total
+        waits = work.stay_s > 0 and filled(left, work, policy) / policy.fill > total
         short = policy.fill < 1 or waits or _is_short(demand, policy, have, total)
         return _Aim(load, want, want, short)
     want = wanted(soon, policy)

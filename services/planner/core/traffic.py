@@ -27,6 +27,8 @@ LEAST_S = 1.0
 """Arrivals of less time say nothing of the mean."""
 MEMORY_S = 300.0
 """How far back prompts and stays count."""
+LATELY_S = 4.0
+"""How far back stays count that show how it is now."""
 
 
 class Arrivals(msgspec.Struct, frozen=True, gc=False):
@@ -38,6 +40,9 @@ class Arrivals(msgspec.Struct, frozen=True, gc=False):
     """The mean length of a prompt. 0: not known."""
     stay_s: float = 0.0
     """How long a request is on an instance that does no prefills. 0: not known."""
+    lately_s: float = 0.0
+    """The same as `stay_s`, by the last seconds alone, as if one request more had ended. If it is
+    longer, those that run now stay for longer than others did."""
     steady: float = 0.0
     """Requests a second, in the mean of the longest window, or since they have come."""
     stay_so_far_s: float = 0.0
@@ -99,6 +104,8 @@ class Traffic:
         self._decoding = 0.0
         self._asked = self._tokens = self._ended = self._stays_s = 0.0
         """Sums in which what is long past counts less."""
+        self._ended_lately = self._stays_lately_s = 0.0
+        """The same with a shorter memory."""
 
     def note(
         self, now: float, asked: int, tokens: int, *, inside: int, running: int, busy: float
@@ -113,6 +120,11 @@ class Traffic:
         self._tokens = self._tokens * kept + tokens
         self._ended = self._ended * kept + ended
         self._stays_s = self._stays_s * kept + self._decoding * MEMORY_S * (1.0 - kept)
+        kept = exp(-passed / LATELY_S)
+        self._ended_lately = self._ended_lately * kept + ended
+        self._stays_lately_s = self._stays_lately_s * kept + self._decoding * LATELY_S * (
+            1.0 - kept
+        )
         self._at, self._inside, self._decoding = now, inside, running * (1.0 - busy)
         self._count(now, asked)
 
@@ -133,7 +145,8 @@ class Traffic:
         steady, so_far_s = self._steady(now), stay_s
         if self._ended < self._inside and steady:
             so_far_s = min(stay_s or inf, self._decoding / steady)
-        return Arrivals(self._rate(now), prompt, stay_s, steady, so_far_s)
+        lately_s = self._stays_lately_s / (self._ended_lately + 1.0)
+        return Arrivals(self._rate(now), prompt, stay_s, lately_s, steady, so_far_s)
 
     def _steady(self, now: float) -> float:
         count, first = self._longest.at(now), self._longest.first_at

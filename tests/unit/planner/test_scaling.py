@@ -139,6 +139,7 @@ def test_a_short_queue_is_worth_one_if_work_waits_when_it_is_there() -> None:
     for arrivals, expected in (
         (Arrivals(rate=1.0, stay_s=4.0), 2),
         (Arrivals(rate=0.5, stay_s=1.0), 1),
+        (Arrivals(rate=0.5, stay_s=1.0, lately_s=8.0), 2),
     ):
         load = replace(demand(queued=1, running=4), arrivals=arrivals)
         assert ask(load, policy(hold=0.0), have=1)[1].replicas == expected

@@ -70,6 +70,16 @@ def test_later_those_that_have_ended_say_it() -> None:
     assert traffic.arrivals(60.1).stay_so_far_s == pytest.approx(4.0, rel=0.1)
 
 
+def test_those_that_stay_longer_than_others_did_are_seen_within_seconds() -> None:
+    traffic = steady(4, 1.0, seconds=60)
+    assert traffic.arrivals(60.0).lately_s < 1.0
+    for tick in range(1, 41):
+        traffic.note(60.0 + tick * 0.1, 0, 0, inside=4, running=4, busy=0.0)
+    found = traffic.arrivals(64.0)
+    assert found.stay_s < 1.2
+    assert found.lately_s > 1.5
+
+
 def test_a_stay_beside_prefills_counts_as_it_would_be_without() -> None:
     traffic = Traffic()
     for second in range(100):
@@ -102,6 +112,7 @@ def test_never_negative_never_more_than_came_and_bounded(
         assert 0 <= found.rate <= total / WINDOWS_S[0]
         assert 0 <= found.prompt_tokens <= 10.0 + 1e-6
         assert found.stay_s >= 0
+        assert found.lately_s >= 0
     assert len(traffic._longest._counts) <= WINDOWS_S[-1] / MERGE_S + 2
 
 
