@@ -6,6 +6,7 @@ go on.
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import TypeVar
 
 import msgspec
 
@@ -21,6 +22,7 @@ from shared.ids import ModelId, ModelName, NodeId
 from shared.messages.pool import ModelRecord
 from shared.schedule import parse
 
+T = TypeVar("T")
 BROKEN_S = 1.0
 """Seconds for which a model is left alone whose machine raised. They double each time."""
 BROKEN_MAX_S = 60.0
@@ -53,24 +55,28 @@ class Machines:
             if model.scaling:
                 yield from model.targets(priority)
 
-    def _reads(self) -> Iterator[Read]:
+    def _reads(self, asker: ModelId) -> list[Read]:
         """What running events read from disks."""
-        return filter(None, (event.read() for event in self.events()))
+        found = self._of_each(asker, lambda model: model.event.read() if model.event else None)
+        return [read for read in found if read is not None]
 
     def _claims(self, asker: ModelId) -> list[Claim]:
-        """What each model has and wants. A machine that fails to say so breaks, not the one that
-        asks."""
-        claims: list[Claim] = []
+        """What each model has and wants."""
+        return self._of_each(asker, ModelMachine.claim)
+
+    def _of_each(self, asker: ModelId, say: Callable[[ModelMachine], T]) -> list[T]:
+        """What each model says. A machine that fails to say so breaks, not the one that asks."""
+        said: list[T] = []
         for id_, model in self.by_id.items():
             if id_ in self.broken:
                 continue
             try:
-                claims.append(model.claim())
+                said.append(say(model))
             except Exception as error:
                 if id_ == asker:
                     raise
                 self._failed.append((model, error))
-        return claims
+        return said
 
     def events(self) -> Iterator[EventMachine]:
         """The last event of each model, over or not."""

@@ -36,11 +36,11 @@ class Rooms:
         desk: Desk,
         claims: Callable[[ModelId], list[Claim]],
         loading: Callable[[int], Iterable[NodeId]],
-        reads: Callable[[], Iterable[Read]],
+        reads: Callable[[ModelId], Iterable[Read]],
     ) -> None:
         """`claims`: asks all models on behalf of this one. `loading`: the targets of running
         events that do not give way to a model of this priority. `reads`: what running events read
-        from disks."""
+        from disks, also on behalf of a model."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
@@ -107,10 +107,13 @@ class Rooms:
         if cluster.in_memory(model.model_id, every):
             return ""
         disks = apart(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
-        running = list(self._reads())
-        if may_begin(Read(disks, model.nbytes, model.priority), running):
+        new, running = Read(disks, model.nbytes, model.priority), self._reads(model.model_id)
+        if may_begin(new, running):
             return ""
         self.waiting.add(model.model_id)
+        for promise in self._promises.values():
+            if promise.model == model.model_id and self._desk.at < promise.until:
+                promise.until = self._desk.at + PROMISE_S
         return f"others are being read from {', '.join(disks)}"
 
     def _promise(self, node: NodeId, claimant: Claim, *, made: bool) -> None:

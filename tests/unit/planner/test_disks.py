@@ -5,7 +5,9 @@ import pytest
 
 from services.planner.core import commands
 from services.planner.core.disks import BUSY, Read, may_begin, share
+from services.planner.core.event_machine import EventMachine
 from services.planner.core.links import Links
+from services.planner.core.rooms import PROMISE_S
 from shared.ids import ModelId, NodeId
 from shared.messages import Ok
 from shared.messages.pool import (
@@ -18,6 +20,7 @@ from shared.messages.pool import (
     Sources,
     Tier,
 )
+from shared.messages.scaling import EventState
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 
 A, B = NodeId("a"), NodeId("b")
@@ -67,14 +70,20 @@ def test_a_slow_link_leaves_disks_idle(
     assert BUSY > 0.5
 
 
-def on_disks(*models: ModelRecord, nodes: str = "a", disk_bytes_per_s: float = 100.0) -> Driver:
+def on_disks(
+    *models: ModelRecord,
+    nodes: str = "a",
+    disk_bytes_per_s: float = 100.0,
+    free: int = 1000,
+    checked: bool = True,
+) -> Driver:
     """Four machines with room for two models each; the disks of some hold all models. Links carry
     10,000 bytes/s."""
-    driver = Driver()
+    driver = Driver(checked=checked)
     for node in "abcd":
         driver.feed(NodeJoined(info=msgspec.structs.replace(info(node), host=node)))
         held = [Holding(each.model_id, Tier.DISK, EVERY) for each in models if node in nodes]
-        driver.status(node, *held, free=1000, load_bytes_per_s=disk_bytes_per_s)
+        driver.status(node, *held, free=free, load_bytes_per_s=disk_bytes_per_s)
     for each in models:
         driver.publish(each)
     return driver
@@ -161,3 +170,30 @@ def test_behind_slow_links_loads_come_beside_each_other() -> None:
     assert asked_for(driver) == [id_of("one")], "what it will take of the disk is not known yet"
     load(driver, "b", "a")
     assert asked_for(driver) == [id_of("two")]
+
+
+def test_an_event_that_cannot_say_what_it_reads_keeps_no_other_from_disks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = on_disks(*map(model, ("one", "two")), checked=False)
+    driver.load(1, name="one", gateway="g1")
+    monkeypatch.setattr(EventMachine, "read", lambda event: 1 / 0)
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver)[-1] == id_of("two")
+    assert (driver.events[-1].name, driver.events[-1].state) == ("one", EventState.FAILED)
+
+
+def test_room_that_was_made_stays_promised_while_its_model_waits_for_disks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    driver = on_disks(*map(model, ("one", "two", "asleep")), free=0)
+    asleep = [Holding(id_of("asleep"), tier, EVERY) for tier in (Tier.HOST, Tier.DISK)]
+    driver.status("b", *asleep, free=200)
+    driver.load(1, name="one", gateway="g1")
+    assert [r.message.model_id for r in driver.all_asked(commands.Release)] == [id_of("asleep")]
+    rooms = driver.core._machines.rooms
+    monkeypatch.setattr(rooms, "_reads", lambda asker: [Read([A], 1, 0)])
+    for _ in range(int(2 * PROMISE_S)):
+        driver.wait(1.0)
+        driver.load(1, name="one", gateway="g1")
+    assert rooms.must_leave(B, id_of("two"))
