@@ -8,11 +8,13 @@ waiting, since that is over sooner; and what is read for lower priorities keeps 
 """
 
 from collections import Counter
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from services.planner.core.links import Links
+from services.planner.core.tiers import apart, machine
 from shared.ids import NodeId
+from shared.messages.pool import NodeInfo
 
 BUSY = 0.75
 """A disk is busy if it is read for this share of the time."""
@@ -22,8 +24,8 @@ BUSY = 0.75
 class Read:
     """What a load reads from disks."""
 
-    disks: Collection[NodeId]
-    """The first node of each machine stands for the machine's disk."""
+    disks: Collection[str]
+    """Names of machines, whose nodes share a disk."""
     nbytes: int
     """How much of the model is still to come."""
     priority: int
@@ -34,18 +36,23 @@ class Read:
 def may_begin(new: Read, running: Iterable[Read]) -> bool:
     """Whether a load begins beside those that run: it does if it finds a disk that these do not
     keep busy."""
-    used = Counter[NodeId]()
+    used = Counter[str]()
     for read in running:
         if read.nbytes <= new.nbytes and read.priority >= new.priority:
             used.update(dict.fromkeys(read.disks, read.share))
     return not new.disks or min(used[disk] for disk in new.disks) < BUSY
 
 
-def share(links: Links, disks: Collection[NodeId], targets: Collection[NodeId]) -> float:
-    """For which share of the time disks are read that send to these targets: less than 1 if a
-    target's link is slower than all of them together."""
+def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> frozenset[str]:
+    """The disks that these nodes read."""
+    return frozenset(machine(infos, node) for node in nodes)
+
+
+def share(links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]) -> float:
+    """For which share of the time the disks of nodes are read that send to these targets: less than
+    1 if a target's link is slower than all of them together."""
     ports = [port for port in map(links.port, targets) if port is not None]
-    read = sum(map(links.disk_rate, disks))
-    if not read or not ports or not set(targets).isdisjoint(disks):
+    read = sum(map(links.disk_rate, apart(links.nodes, nodes)))
+    if not read or not ports or not set(targets).isdisjoint(nodes):
         return 1.0
     return min(1.0, min(port.into for port in ports) / read)

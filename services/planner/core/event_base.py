@@ -12,7 +12,7 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
-from services.planner.core.disks import Read
+from services.planner.core.disks import Read, disks_of
 from services.planner.core.disks import share as disk_share
 from services.planner.core.event_phases import (
     STEPS,
@@ -29,7 +29,6 @@ from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
 from services.planner.core.standing import Standing
 from services.planner.core.tickets import Ticket
-from services.planner.core.tiers import apart
 from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
@@ -169,19 +168,20 @@ class EventBase:
         return self._read
 
     def _find_read(self) -> Read | None:
-        sizes, priority = self._model.block_bytes, self._model.priority
-        nodes, cluster = self._desk.cluster.nodes, self._desk.cluster
+        sizes, cluster, model = self._model.block_bytes, self._desk.cluster, self._model
         if self._roles is None or self.record.state is EventState.DECIDED:
-            if cluster.in_memory(self._model.model_id, self._every):
+            if cluster.in_memory(model.model_id, self._every):
                 return None
-            return Read(apart(nodes, self._on_disk()), sum(sizes), priority)
+            return Read(disks_of(cluster.nodes, self._on_disk()), sum(sizes), model.priority)
         lacking = {node: self._wanted_by(node) - self._held(node) for node in self._incomplete}
         own = {n for n, blocks in lacking.items() if self._promoting.get(n, _NONE) & blocks}
-        disks = apart(nodes, own | (self._senders() & self._on_disk().keys()))
+        nodes = own | (self._senders() & self._on_disk().keys())
+        if not nodes:
+            return None
         missing = frozenset[int]().union(*lacking.values())
         nbytes = sum(sizes[block] for block in missing)
-        share = disk_share(self._links(), disks, self.record.targets)
-        return Read(disks, nbytes, priority, share) if disks else None
+        share = disk_share(self._links(), nodes, self.record.targets)
+        return Read(disks_of(cluster.nodes, nodes), nbytes, model.priority, share)
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
-from services.planner.core.disks import Read, may_begin
-from services.planner.core.tiers import apart
+from services.planner.core.disks import Read, disks_of, may_begin
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import Duty, ModelRecord, Tier
 
@@ -106,7 +105,7 @@ class Rooms:
         cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
         if cluster.in_memory(model.model_id, every):
             return ""
-        disks = apart(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
+        disks = disks_of(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
         new, running = Read(disks, model.nbytes, model.priority), self._reads(model.model_id)
         if may_begin(new, running):
             return ""
@@ -114,7 +113,7 @@ class Rooms:
         for promise in self._promises.values():
             if promise.model == model.model_id and self._desk.at < promise.until:
                 promise.until = self._desk.at + PROMISE_S
-        return f"others are being read from {', '.join(disks)}"
+        return f"others are being read from {', '.join(sorted(disks))}"
 
     def _promise(self, node: NodeId, claimant: Claim, *, made: bool) -> None:
         known = self._promises.get(node)

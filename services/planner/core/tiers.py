@@ -19,9 +19,14 @@ def apart(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> tuple[No
     """The first node of each machine: the nodes of one machine share its disk."""
     first: dict[str, NodeId] = {}
     for node in nodes:
-        host = infos[node].host if node in infos else ""
-        first.setdefault(host or f"node {node}", node)
+        first.setdefault(machine(infos, node), node)
     return tuple(first.values())
+
+
+def machine(infos: Mapping[NodeId, NodeInfo], node: NodeId) -> str:
+    """The name of the machine that the node runs on; of a node that does not say, its own."""
+    host = infos[node].host if node in infos else ""
+    return host or f"node {node}"
 
 
 def shares(

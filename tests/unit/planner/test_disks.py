@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from services.planner.core import commands
-from services.planner.core.disks import BUSY, Read, may_begin, share
+from services.planner.core.disks import BUSY, Read, disks_of, may_begin, share
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.links import Links
 from services.planner.core.rooms import PROMISE_S
@@ -68,6 +68,13 @@ def test_a_slow_link_leaves_disks_idle(
     links = Links(infos, {A: Profile(load_bytes_per_s=50.0)}, 0, 0.0)
     assert share(links, disks, targets) == expected
     assert BUSY > 0.5
+
+
+def test_the_nodes_of_a_machine_share_its_disk() -> None:
+    one, two = (msgspec.structs.replace(info(node), host="h") for node in ("a", "b"))
+    infos = {A: one, B: two, NodeId("c"): msgspec.structs.replace(info("c"), host="")}
+    assert disks_of(infos, [A]) == disks_of(infos, [B]) == disks_of(infos, [A, B])
+    assert len(disks_of(infos, [A, NodeId("c"), NodeId("gone")])) == 3
 
 
 def on_disks(
