@@ -156,7 +156,7 @@ class Dispatch:
         self._kv_used[message.node] = message.kv_used
         for model_id, positions in message.kv_free.items():
             known = self._models.get(model_id)
-            if known and known.table.hear_kv(message.node, positions, now):
+            if known and known.table.hear_kv(message.node, positions, now) and known.queue:
                 freed[model_id] = None
         pieces: tuple[Scores | Token, ...] = (*message.scores, *message.tokens)
         for piece in pieces:

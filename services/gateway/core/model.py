@@ -313,6 +313,7 @@ class Model:
                     patience = min(patience, SILENCE_S)
                 if now - (request.asked_at or request.progress_at) >= patience:
                     self._ask_again(request, now)
+        self._moves.relieve(now)
         self.dispatch(now)
         if self.checked and not self.queue:
             self._checks.look(now)
@@ -331,7 +332,6 @@ class Model:
             return []
         judged = self._moves.begin(now, with_token=False)
         self._moves.share(now)
-        self._moves.relieve(now)
         self._moves.hand_over(now)
         while request := self.queue.next():
             route, why = self._choose(request, now)

@@ -5,6 +5,7 @@ requests of paths that wait for theirs, then to the queue, and only then to thos
 """
 
 from dataclasses import dataclass
+from itertools import islice
 from statistics import fmean
 
 from services.gateway.core import routing
@@ -28,6 +29,9 @@ LATE_S = 1.0
 SHORT_S = 0.4
 """So long a prompt waits for KV inside its node before it goes elsewhere. Most begin earlier; and
 what a prompt computes while it moves is lost."""
+
+RELIEVED = 8
+"""So many of them are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,15 +121,19 @@ class Moves:
                     self._attempts.begin_move(request, pair, now)
 
     def relieve(self, now: float) -> None:
-        """Submits prompts that wait for KV inside their nodes to instances that have enough for
-        them by now."""
-        found = filter(None, (_last_to_begin(route) for route in self._table.short.values()))
+        """Submits prompts that have long waited for KV inside their nodes to instances that have
+        enough for them by now. A few are looked at, on the nodes that have been short of KV for
+        longest, since this happens again and again."""
+        waiting = filter(None, map(_last_to_begin, self._table.short.values()))
+        found = islice(waiting, RELIEVED)
         for request in sorted(found, key=lambda request: request.submitted_at):
             if now - request.submitted_at < SHORT_S:
                 break
             free = (r for r in self._table.open if r.begins(now, request.shunned))
-            if roomy := routing.roomy(free, request, now):
-                self._attempts.begin_move(request, min(roomy, key=lambda r: r.load()), now)
+            roomy = routing.roomy(free, request, now)
+            if not roomy:
+                break
+            self._attempts.begin_move(request, min(roomy, key=lambda r: r.load()), now)
 
     def hand_over(self, now: float) -> None:
         """Submits requests that have their first token, or will soon, to instances that decode, as
