@@ -71,8 +71,8 @@ async def test_a_process_that_stands_by_serves_on_with_the_weights(
             await stream
             assert (answer.error, answer.tokens) == ("", right)
             assert up.statuses[NODE].generation > before
-            up.cluster.start_node(working)
             since = last_waited(working)
+            up.cluster.start_node(working)
             await up.until(lambda: last_waited(working) > since, "it stands by")  # noqa: B023
         assert arrived == []
     assert processes.strays(tmp_path) == []

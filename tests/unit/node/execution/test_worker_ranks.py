@@ -23,7 +23,8 @@ PROMPT = tuple(range(20))
 
 
 async def test_requests_go_on_when_a_rank_is_killed() -> None:
-    """Those in the step that it was in may fail, and are then resumed."""
+    """Those in the step that it was in may fail, and those may be refused that have their next step
+    before the process that is left has all blocks. Gateways resume both."""
     model, arena = make_model(), Arena(8 << 20)
     buffers = [arena.allocate(len(buffer)).memory for buffer in model.buffers]
     for memory, buffer in zip(buffers, model.buffers, strict=True):
@@ -49,7 +50,7 @@ async def test_requests_go_on_when_a_rank_is_killed() -> None:
             await attempt.end()
             assert attempt.ids == wanted[: len(attempt.ids)]
             if attempt.failed is not None:
-                assert attempt.failed.code == EngineFailed.code
+                assert attempt.failed.code in (EngineFailed.code, NotFound.code)
                 rest = submit(
                     message.request,
                     WHOLE,
