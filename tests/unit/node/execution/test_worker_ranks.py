@@ -10,7 +10,7 @@ import pytest
 from services.node.engine.engine import TorchEngine
 from services.node.engine.ranks import Ranks
 from services.node.memory.arena import Arena
-from shared.errors import CapacityExceeded, EngineFailed
+from shared.errors import CapacityExceeded, EngineFailed, NotFound
 from shared.step_costs import StepCosts
 from tests.support.submits import WHOLE, submit
 from tests.support.worker_cluster import cluster
