@@ -5,6 +5,7 @@ import pytest
 
 from services.planner.core import commands
 from services.planner.core.disks import BUSY, Read, disks_of, may_begin, share
+from services.planner.core.event_base import READ_S
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.links import Links
 from services.planner.core.rooms import PROMISE_S
@@ -168,6 +169,24 @@ def test_a_target_s_own_disk_is_busy_too() -> None:
     load(driver, "a", "a")
     driver.load(1, name="two", gateway="g2")
     assert asked_for(driver) == []
+
+
+def test_what_an_event_reads_is_looked_up_now_and_then() -> None:
+    driver = on_disks(model("one"))
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    event = driver.core._machines.by_id[id_of("one")].event
+    assert event is not None
+    before = event.read()
+    assert before is not None
+    driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY[:2]), free=600)
+    assert event.read() is before
+    driver.wait(2 * READ_S)
+    after = event.read()
+    assert after is not None
+    assert after.nbytes == before.nbytes // 2
+    driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY), free=600)
+    assert event.read() is None
 
 
 def test_behind_slow_links_loads_come_beside_each_other() -> None:

@@ -3,7 +3,7 @@
 import msgspec
 
 from services.gateway.core import routing
-from services.gateway.core.moves import SHORT_S
+from services.gateway.core.moves import RELIEVED, SHORT_S
 from services.gateway.core.requests import Request
 from services.gateway.core.routes import KV_TOLD_S, Route
 from services.gateway.core.routing import Draw, Routing
@@ -36,6 +36,15 @@ def occupied(*instances: Instance) -> Driver:
         instance_of(driver, instance.id, prompt=1)
         driver.give(instance.id, 1, 0)
     driver.publish(*instances)
+    return driver
+
+
+def sent_ahead(first: Instance, second: Instance) -> Driver:
+    """Neither has KV for request a, and it was sent to the first."""
+    driver = occupied(first, second)
+    say(driver, first, 20)
+    say(driver, second, 10)
+    assert instance_of(driver, "a") == first.id
     return driver
 
 
@@ -101,10 +110,7 @@ def test_an_instance_on_which_nothing_runs_lets_any_prompt_wait() -> None:
 
 def test_who_waits_long_inside_a_node_goes_where_its_kv_is_free() -> None:
     first, second = replica(1), replica(2)
-    driver = occupied(first, second)
-    say(driver, first, 20)
-    say(driver, second, 10)
-    assert instance_of(driver, "a") == first.id
+    driver = sent_ahead(first, second)
     assert say(driver, second, 100) == []  # nothing says that it waits
     driver.take("a", 1)
     assert say(driver, first, -80) == say(driver, second, 101) == []  # it has not waited for long
@@ -117,12 +123,27 @@ def test_who_waits_long_inside_a_node_goes_where_its_kv_is_free() -> None:
     assert driver.dispatch._ledger.requests[RequestId("a")].instance == second.id
 
 
+def test_few_that_wait_are_looked_at_at_a_time() -> None:
+    short = [replica(number) for number in range(RELIEVED + 1)]
+    target = msgspec.structs.replace(replica(RELIEVED + 1), slots=2 * RELIEVED)
+    driver = occupied(*short, target)
+    for instance in (*short, target):
+        say(driver, instance, 20 if instance is not target else -1)
+    for instance in short:
+        name = f"on {len(driver.dispatch._ledger.requests)}"
+        say(driver, instance, 21)
+        assert instance_of(driver, name) == instance.id
+        driver.take(name, 1)
+        say(driver, instance, -80)
+    driver.later(SHORT_S)
+    say(driver, target, 10_000)
+    assert len(sent(driver.later(0.0))) == RELIEVED
+    assert len(sent(driver.later(0.0))) == 1
+
+
 def test_who_has_its_kv_by_then_does_not_go() -> None:
     first, second = replica(1), replica(2)
-    driver = occupied(first, second)
-    say(driver, first, 20)
-    say(driver, second, 10)
-    assert instance_of(driver, "a") == first.id
+    driver = sent_ahead(first, second)
     driver.take("a", 1)
     say(driver, first, -80)
     say(driver, first, 0)
@@ -148,10 +169,7 @@ def test_while_all_who_are_free_lack_kv_only_the_first_in_the_queue_is_looked_at
 
 def test_who_has_begun_does_not_go() -> None:
     first, second = replica(1), replica(2)
-    driver = occupied(first, second)
-    say(driver, first, 20)
-    say(driver, second, 10)
-    assert instance_of(driver, "a") == first.id
+    driver = sent_ahead(first, second)
     driver.take("a", 1)
     say(driver, first, -80)
     driver.later(SHORT_S)
