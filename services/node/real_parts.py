@@ -22,7 +22,7 @@ from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
 from services.node.moving.gate import CapabilityGate
-from services.node.moving.kv_room import room_beside
+from services.node.moving.kv_room import KvRoom, room_beside
 from services.node.parts import WorkerListener
 from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -40,14 +40,21 @@ class RealParts:
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
+        self._kv_room: KvRoom | None = None
+        """Where KV moves from device to device, until the data plane has it."""
 
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store", self._config.disk_bytes_per_s)
 
     def device(self, memory: Memory) -> DeviceArena | None:
         """None: blocks are computed with where they land, or ranks copy them to several GPUs."""
-        device = torch_device(self._config.device)
-        return None if device.type == "cpu" or self._gpus else DeviceArena(memory, device)
+        config, device = self._config, torch_device(self._config.device)
+        if device.type == "cpu" or self._gpus:
+            return None
+        if not config.device_direct:
+            return DeviceArena(memory, device)
+        self._kv_room = room_beside(config.arena_bytes)
+        return DeviceArena(memory, device, beside=self._kv_room.memories)
 
     def worker(
         self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
@@ -128,19 +135,21 @@ class RealParts:
     ) -> DataPlane:
         config = self._config
         signers = load_signers(config.signers_file)
-        kv_room = room_beside(config.arena_bytes)
+        kv_room = self._kv_room or room_beside(config.arena_bytes)
         memories = [*memories, *kv_room.memories]
+        direct = device if device and device.landing and config.device_direct else None
         return DataPlane(
             config.host,
             config.port,
             config.link_bytes_per_s,
-            self._ways(memories, device.landing if device and config.device_direct else None),
+            self._ways(memories, direct.landing if direct else None),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             secret.load(config.secret_file),
             None if signers is None else CapabilityGate(signers),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
             kv_room=kv_room,
+            kv_device=direct,
         )
 
     def _ways(self, memories: Sequence[Memory], landing: Landing | None) -> list[Direct]:

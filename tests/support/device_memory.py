@@ -29,6 +29,7 @@ class Machine:
         self.opened: list[Opened] = []
         """And not closed."""
         self.numbers = itertools.count()
+        self.drivers: list[HostDriver] = []
 
 
 class HostDriver:
@@ -37,6 +38,7 @@ class HostDriver:
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
+        machine.drivers.append(self)
         self._begun: list[tuple[int, int, int]] = []
         self._written: list[tuple[int, bytes]] = []
         self.copied: list[tuple[str, int]] = []

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from services.node.core.rows import SequenceKey
 from shared.ids import NO_ADAPTER, ModelId
@@ -29,6 +29,11 @@ Need = tuple[ModelId, int]
 `Kv.kv_parts`."""
 
 
+Image = Any
+"""The bytes of a copy: a memoryview of the host's memory, or a tensor of uint8 on the engine's
+device (`torch` is not imported here)."""
+
+
 class KvPages(Protocol):
     """Positions of one sequence's KV that are copied to another node, or from there. `read` and
     `fill` may be called on any thread, and raise NotFound once the pages are gone."""
@@ -37,10 +42,10 @@ class KvPages(Protocol):
     def nbytes(self) -> int:
         """The size of the copy."""
 
-    def read(self, image: memoryview) -> None:
+    def read(self, image: Image) -> None:
         """Copies the positions into `image`."""
 
-    def fill(self, image: memoryview) -> None:
+    def fill(self, image: Image) -> None:
         """Copies the positions out of `image`."""
 
 
@@ -48,9 +53,16 @@ class KvMover(Protocol):
     """Copies KV between nodes. Implemented by the data plane. Nothing here blocks. Each callback is
     called once, on a thread of the data plane's."""
 
-    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
+    def reads_device(self, address: str) -> bool:
+        """Whether this node reads the device memory of the node at this address."""
+        return False
+
+    def lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
+    ) -> None:
         """Makes a copy of the pages readable by peers. `lent` gets the name of its region, and its
-        digest; no name if that was not possible."""
+        digest; no name if that was not possible. `on_device`: who asks for it reads this node's
+        device memory, so that the copy need not come to the host's."""
 
     def bring(
         self,

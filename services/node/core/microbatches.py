@@ -202,6 +202,8 @@ class KvAsk(StageMessage, frozen=True, tag="kv_ask"):
     more: bool = False
     """Lend one piece of all blocks, as far as these positions have run by now. Answered with one
     KvHere."""
+    reads_device: bool = False
+    """Whether the new leader reads the device memory of the stage's node."""
 
     @property
     def keys(self) -> tuple[SequenceKey, ...]:
@@ -218,7 +220,7 @@ class KvHere(StageMessage, frozen=True, tag="kv_here"):
     form: str = ""
     """What its bytes mean."""
     digest: bytes = b""
-    """BLAKE3."""
+    """See `services.node.moving.kv_images`."""
     start: int = 0
     stop: int = 0
     """The piece's blocks."""

@@ -7,7 +7,7 @@ is copied whole: what comes of those means nothing.
 
 The bytes of a loan, its *image*, are its pages one after the other, each as
 [layers, PAGE, 2, kv heads, head_dim] in the cache's data type. Kernels have their own order within
-a page (`form`).
+a page (`form`). An image lies in the host's memory, or on the device beside the cache.
 """
 
 import threading
@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from services.node.core.kv import PAGE
+from services.node.core.kv import PAGE, Image
 from services.node.memory.device import Event
 from shared.errors import BadInput, NotFound
 from shared.ids import ModelId
@@ -54,38 +54,44 @@ class KvLoan:
         layers, _, *slot = self._layers.shape
         return layers * PAGE * torch.Size(slot).numel() * self._layers.itemsize
 
-    def read(self, image: memoryview) -> None:
+    def read(self, image: Image) -> None:
         """Copies the pages into `image`. NotFound: the loan is over."""
         if self.written is not None:
             self.written.synchronize()
         for page, part in self._parts(image):
             with self._lock:
-                part.copy_(self._page(page))
+                _copy(self._page(page), part)
 
-    def fill(self, image: memoryview) -> None:
+    def fill(self, image: Image) -> None:
         """Copies the pages out of `image`. NotFound: the loan is over."""
         for page, part in self._parts(image):
             if self._erased and page == self.pages[-1]:
                 part[:, PAGE - self._erased :] = 0
             with self._lock:
-                self._page(page).copy_(part)
+                _copy(part, self._page(page))
 
     def end(self) -> None:
         """Once this returns, no page is touched any more."""
         with self._lock:
             self._over = True
 
-    def _parts(self, image: memoryview) -> Iterator[tuple[int, torch.Tensor]]:
+    def _parts(self, image: Image) -> Iterator[tuple[int, torch.Tensor]]:
         if len(image) != self.nbytes:
             raise BadInput(f"an image of {len(image)} bytes for KV of {self.nbytes}")
+        there = isinstance(image, torch.Tensor)
+        flat = image if there else torch.frombuffer(image, dtype=torch.uint8)
         layers, _, *slot = self._layers.shape
-        for index, page in enumerate(self.pages):
-            first = index * self._page_bytes
-            piece = image[first : first + self._page_bytes]
-            flat = torch.frombuffer(piece, dtype=torch.uint8).view(self._layers.dtype)
-            yield page, flat.view(layers, PAGE, *slot)
+        for page, piece in zip(self.pages, flat.split(self._page_bytes), strict=True):
+            yield page, piece.view(self._layers.dtype).view(layers, PAGE, *slot)
 
     def _page(self, page: int) -> torch.Tensor:
         if self._over:
             raise NotFound(f"KV of model {self.model_id} is not to be copied any more")
         return self._layers[:, page * PAGE : (page + 1) * PAGE]
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Returns once the copy is done; torch itself waits only if one of both lies on the host."""
+    target.copy_(source)
+    if source.is_cuda and target.is_cuda:
+        torch.cuda.current_stream(target.device).synchronize()

@@ -8,8 +8,10 @@ thread-safe: the mover's callbacks come on other threads, and are posted to the 
 from collections.abc import Callable
 from typing import Protocol
 
+import msgspec
+
 from services.node.core.kv import KvMover
-from services.node.core.microbatches import Bring, KvHere, Lend
+from services.node.core.microbatches import Bring, KvAsk, KvHere, Lend
 from services.node.core.rows import SequenceKey
 from services.node.engine.base import Engine
 from services.node.engine.kv_loan import KvLoan
@@ -39,6 +41,12 @@ class KvMoves:
         """Bytes of KV that other nodes were lent, since the start."""
         self.received_bytes = 0
 
+    def asked(self, address: str, ask: KvAsk) -> KvAsk:
+        """What is asked of the node at this address, with how this node would read the answer."""
+        if self._mover is None or not self._mover.reads_device(address):
+            return ask
+        return msgspec.structs.replace(ask, reads_device=True)
+
     def lend(self, command: Lend) -> None:
         ask = command.ask
         none = KvHere(ask.taker, ask.stage, start=ask.start, stop=ask.stop)
@@ -60,7 +68,11 @@ class KvMoves:
         if self._mover is None:
             done("", b"")
         else:
-            self._mover.lend(loan, lambda *what: self._post(lambda: done(*what)))
+            self._mover.lend(
+                loan,
+                lambda *what: self._post(lambda: done(*what)),
+                on_device=ask.reads_device,
+            )
 
     def bring(self, command: Bring) -> None:
         here = command.here

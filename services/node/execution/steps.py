@@ -436,6 +436,8 @@ class Steps:
             case Send():
                 self._tell_sent(command)
                 message, hidden = command.message, tensor_of(command.hidden)
+                if isinstance(message, KvAsk):
+                    message = self._kv_moves.asked(command.address, message)
                 if isinstance(message, Forward | Sampled):
                     self._spans.went(message.keys)
                 if isinstance(message, Forward) and command.offsets:

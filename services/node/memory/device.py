@@ -16,14 +16,14 @@ Where the arena is locked, bytes from peers may also reach the device first: see
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol, Self
 
 import torch
 
 from services.node.memory.cuda import CudaDriver, CudaError, Driver
-from services.node.memory.landing import Landing
+from services.node.memory.landing import Landing, starts_of
 from services.node.memory.page_lock import page_lock, page_unlock
 from services.node.memory.ranges import Ranges
 from services.node.memory.views import Memory, address, find
@@ -88,10 +88,14 @@ class DeviceArena:
         device: torch.device,
         make_link: Callable[[torch.device], Link] = CudaLink,
         make_driver: Callable[[int], Driver] = CudaDriver,
+        *,
+        beside: Sequence[Memory] = (),
     ) -> None:
+        """`beside`: memories of the host that get twins on the device, see `landing`."""
         self.landing: Landing | None = None
         """For ways that bring bytes directly to the device, once entered; None if no way can."""
         self._host = host
+        self._beside = beside
         self._device = device
         self._make_link = make_link
         self._make_driver = make_driver
@@ -151,6 +155,22 @@ class DeviceArena:
         self._there.add(offset, offset + len(block))
         return target
 
+    def twin(self, buffer: memoryview) -> torch.Tensor:
+        """The device's bytes, uint8 [len(buffer)], in place of these of a memory beside the arena.
+        This and the next two need the `landing`."""
+        assert self.landing is not None
+        start = self.landing.place(buffer)
+        return self._whole[start : start + len(buffer)]
+
+    def show(self, buffer: memoryview) -> None:
+        """Lets peers take these bytes beside the arena from their twin."""
+        assert self.landing is not None
+        self.landing.show(buffer)
+
+    def hide(self, buffer: memoryview) -> None:
+        assert self.landing is not None
+        self.landing.hide(buffer)
+
     async def settle(self) -> None:
         """Returns once nothing reads the memory of earlier calls of `upload` any more."""
         await self._ended(lambda: lambda: None)
@@ -186,7 +206,9 @@ class DeviceArena:
         started = time.monotonic()
         try:
             self._link = self._make_link(self._device)
-            self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=self._device)
+            *_, end = starts_of([self._host, *self._beside])
+            self._whole = torch.empty(end, dtype=torch.uint8, device=self._device)
+            self._bytes = self._whole[:nbytes]
         except RuntimeError as error:
             raise CapacityExceeded(
                 f"{self._device} has no room for an arena of {nbytes} bytes: "
@@ -218,6 +240,7 @@ class DeviceArena:
                 self._bytes.data_ptr(),
                 self._there,
                 lambda: self._make_driver(self._device.index or 0),
+                self._beside,
             )
         except CudaError as error:
             self._log.info("nothing comes to the device but by the host", why=str(error))

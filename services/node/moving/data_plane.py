@@ -17,11 +17,13 @@ import uvloop
 from services.node.core.kv import KvMover, KvPages
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
+from services.node.memory.device import DeviceArena
 from services.node.moving.events import PlaneListener
 from services.node.moving.kv_images import KvImages
 from services.node.moving.kv_room import KvRoom
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
+from services.node.transport import cuda_ipc
 from services.node.transport.base import Buffer, Gate, Permit, Transport
 from services.node.transport.direct import Direct
 from services.node.transport.secret import Secret
@@ -55,9 +57,11 @@ class DataPlane:
         listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
         kv_room: KvRoom | None = None,
+        kv_device: DeviceArena | None = None,
     ) -> None:
         """`ways` to move bytes by besides TCP, best first. `gate`: what peers may read. `kv_room`:
         the memory for KV on its way that the `ways` know, to be closed here; None: they know none.
+        `kv_device`: where that memory has a twin that the `ways` know.
         `overwrites` is told of each part of the arena before anything is written there. The
         callbacks are called on the data loop and must not block."""
         self._make = partial(
@@ -74,6 +78,7 @@ class DataPlane:
         self._hears = listener
         self._overwrites = overwrites
         self._kv_room = kv_room or KvRoom()
+        self._kv_device = kv_device
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started = _milestone()
         self._ended = _milestone()
@@ -81,7 +86,7 @@ class DataPlane:
         self._closing = False
         self._sending: set[asyncio.Task[None]] = set()
         self.address = ""
-        self.kv = KvDoor(self._do)
+        self.kv = KvDoor(self._do, self._reads_device)
         """Moves KV. For the engine's thread."""
 
     async def __aenter__(self) -> Self:
@@ -177,6 +182,9 @@ class DataPlane:
         with suppress(RuntimeError):  # the loop is closed, and the node with it
             self._loop.call_soon_threadsafe(self._outboxes.put, address, header, payload)
 
+    def _reads_device(self, address: str) -> bool:
+        return self._kv_device is not None and self._transport.way_to(address) == cuda_ipc.NAME
+
     def _do(self, act: Callable[[KvImages], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the node with it
             self._loop.call_soon_threadsafe(lambda: act(self._images))
@@ -233,7 +241,13 @@ class DataPlane:
                 on_failed=self._hears.on_failed,
                 overwrites=self._overwrites,
             )
-            self._images = KvImages(transport, self._kv_room, self._spawn, self._hears.on_kv_copied)
+            self._images = KvImages(
+                transport,
+                self._kv_room,
+                self._spawn,
+                self._hears.on_kv_copied,
+                self._kv_device,
+            )
             self.address = transport.address
             self._started.set_result(None)
             await self._stop.wait()
@@ -250,11 +264,21 @@ class DataPlane:
 class KvDoor(KvMover):
     """The door to `KvImages` for other threads."""
 
-    def __init__(self, do: Callable[[Callable[[KvImages], None]], None]) -> None:
+    def __init__(
+        self,
+        do: Callable[[Callable[[KvImages], None]], None],
+        reads_device: Callable[[str], bool],
+    ) -> None:
         self._do = do
+        self._reads_device = reads_device
 
-    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
-        self._do(lambda images: images.lend(pages, lent))
+    def reads_device(self, address: str) -> bool:
+        return self._reads_device(address)
+
+    def lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
+    ) -> None:
+        self._do(lambda images: images.lend(pages, lent, on_device=on_device))
 
     def bring(
         self,

@@ -3,6 +3,11 @@
 Everything runs on the transport's loop; pages are copied on threads. A copy is a region with a name
 that nobody can guess, and lives until its reader has it, or for LENT_S. It lies in memory that the
 direct ways reach, so KV goes by the best way between two nodes, as weights do.
+
+A copy has a digest, by which its reader knows that it is whole. Where the reader reads the device
+memory of the lender (CUDA IPC), the copy stays there: it goes from one device to the other, in the
+twins of that memory, and has a checksum that devices compute. Otherwise it lies in the host's
+memory, and has its BLAKE3.
 """
 
 import asyncio
@@ -13,15 +18,20 @@ from typing import Any
 
 from blake3 import blake3
 
-from services.node.core.kv import KvPages
+from services.node.core.kv import Image, KvPages
 from services.node.memory.arena import Span
+from services.node.memory.checksum import checksum
+from services.node.memory.device import DeviceArena
 from services.node.moving.kv_room import KvRoom
 from services.node.transport.base import Transport
 from services.node.transport.pacing import SERVING_FLOW
 from shared import telemetry
+from shared.errors import TransportError
 
 KV_REGION = "kv/"
 """With what the names of these regions begin. The rest of the name is the permission to read."""
+ON_DEVICE = KV_REGION + "device/"
+"""With what those begin of which only the device has the bytes."""
 LENT_S = 10.0
 """Seconds after which a copy goes that nobody has fetched."""
 PRIORITY = 0
@@ -35,19 +45,24 @@ class KvImages:
         room: KvRoom,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
+        device: DeviceArena | None = None,
     ) -> None:
         """`spawn` owns the tasks. `copied` is told what it took to copy KV out of pages or into
-        pages, with its digest."""
+        pages, with its digest. `device`: where the room has a twin that the transport reaches."""
         self._transport = transport
         self._room = room
+        self._device = device
         self._spawn = spawn
         self._copied = copied
         self._lent: dict[str, tuple[Span, asyncio.TimerHandle]] = {}
         """By region: where it lies, and when it goes."""
         self._log = telemetry.logger("kv")
 
-    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
-        self._spawn(self._lend(pages, lent))
+    def lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
+    ) -> None:
+        device = self._device if on_device else None
+        self._spawn(self._lend(pages, lent, device))
 
     def bring(
         self,
@@ -65,11 +80,14 @@ class KvImages:
             timer.cancel()
             self._spawn(self._unregister(region, span))
 
-    async def _lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
+    async def _lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], device: DeviceArena | None
+    ) -> None:
         span = None
         try:
             span = await self._room.going.take(pages.nbytes)
-            digest, seconds = await asyncio.to_thread(_copied, pages, span.memory)
+            image: Image = span.memory if device is None else device.twin(span.memory)
+            digest, seconds = await asyncio.to_thread(_copied, pages, image)
             self._copied(pages.nbytes, seconds)
         except Exception as error:  # the requester's problem only: it computes the KV
             if span is not None:
@@ -77,7 +95,9 @@ class KvImages:
             self._log.warning("KV is not lent", error=str(error))
             lent("", b"")
             return
-        region = KV_REGION + secrets.token_hex(16)
+        region = (KV_REGION if device is None else ON_DEVICE) + secrets.token_hex(16)
+        if device is not None:
+            device.show(span.memory)
         self._transport.register(region, span.memory, ready=span.nbytes, flow=SERVING_FLOW)
         timer = asyncio.get_running_loop().call_later(LENT_S, self.end, region)
         self._lent[region] = span, timer
@@ -85,6 +105,8 @@ class KvImages:
 
     async def _unregister(self, region: str, span: Span) -> None:
         await self._transport.unregister(region)
+        if self._device is not None and region.startswith(ON_DEVICE):
+            self._device.hide(span.memory)
         self._room.going.give(span)
 
     async def _bring(
@@ -98,8 +120,13 @@ class KvImages:
         span = None
         try:
             span = await self._room.coming.take(pages.nbytes)
+            image: Image = span.memory
+            if region.startswith(ON_DEVICE):
+                if self._device is None:
+                    raise TransportError("it lies on the peer's device")
+                image = self._device.twin(span.memory)
             await self._transport.read(address, region, 0, span.memory, priority=PRIORITY)
-            right, seconds = await asyncio.to_thread(_filled, pages, span.memory, digest)
+            right, seconds = await asyncio.to_thread(_filled, pages, image, digest)
             if right:
                 self._copied(pages.nbytes, seconds)
         except Exception as error:  # the KV is computed then
@@ -111,18 +138,22 @@ class KvImages:
         brought(right)
 
 
-def _copied(pages: KvPages, image: memoryview) -> tuple[bytes, float]:
+def _copied(pages: KvPages, image: Image) -> tuple[bytes, float]:
     """Copies the pages, and returns their digest, and how long that took."""
     began = time.perf_counter()
     pages.read(image)
-    digest = blake3(image).digest()
+    digest = _digest(image)
     return digest, time.perf_counter() - began
 
 
-def _filled(pages: KvPages, image: memoryview, digest: bytes) -> tuple[bool, float]:
+def _filled(pages: KvPages, image: Image, digest: bytes) -> tuple[bool, float]:
     """Fills the pages if the digest is right. Returns whether it is, and how long that took."""
     began = time.perf_counter()
-    if blake3(image).digest() != digest:
+    if _digest(image) != digest:
         return False, 0.0
     pages.fill(image)
     return True, time.perf_counter() - began
+
+
+def _digest(image: Image) -> bytes:
+    return blake3(image).digest() if isinstance(image, memoryview) else checksum(image)

@@ -35,7 +35,7 @@ INLINE = 64 << 10
 """Fewer bytes than this are copied on the spot, because handing them to a thread takes longer."""
 COPIERS = 2
 MAX_MEMORIES = 16
-MAX_BESIDE = 128
+MAX_BESIDE = 256
 PAUSE_S = 0.05
 """Seconds to wait after the descriptors could not be handed out."""
 _CREDENTIALS = struct.Struct("3i")

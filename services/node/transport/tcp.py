@@ -116,6 +116,8 @@ class TcpTransport:
         self._standing: dict[Connection, PeerKey | None] = {}
         """Connections past their handshake, with the peers that this end dialled. None: accepted,
         from a peer whose word is all that says who it is."""
+        self._ways_to: dict[str, str] = {}
+        """What carries reads from the peers to which connections for reads stand."""
         self._told: set[PeerKey] = set()
         """Peers whose loss was reported while some of their connections still stand."""
         self._closing = False
@@ -171,6 +173,11 @@ class TcpTransport:
 
     async def connect(self, address: str) -> None:
         await asyncio.gather(self._readers.get(address), self._senders.get(address))
+
+    def way_to(self, address: str) -> str:
+        """What carries reads from the peer; "" if no connection for them stands. Any thread may
+        ask."""
+        return self._ways_to.get(address, "")
 
     async def read(
         self,
@@ -233,12 +240,16 @@ class TcpTransport:
             for offer in offers.values():
                 offer.withdraw()
 
+        name = way.name if way else connection.name
+
         def closed(error: TransportError) -> None:
             self._readers.drop(address)
+            self._ways_to.pop(address, None)
             channel.fail(error)
 
+        self._ways_to[address] = name
         self._stand(connection, (address, peer.instance), closed)
-        self._hears.on_connected(address, way.name if way else connection.name)
+        self._hears.on_connected(address, name)
         self._spawn(self._guard(connection, channel.run))
         return channel
 

@@ -1,7 +1,7 @@
 """A whole node whose engine computes from an arena of its own; here that is host memory, too."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from shared.messages.pool import Tier
 from tests.support.device_memory import HostDriver, Machine
 from tests.support.links import SlowLink
 from tests.unit.node.cluster import ALL, nodes
+from tests.unit.node.service.test_handover import COUNT, MOVING, has_all, move, of, run
 
 
 @pytest.fixture
@@ -36,11 +37,17 @@ def links(monkeypatch: pytest.MonkeyPatch, machine: Machine) -> Iterator[list[Sl
     """Nodes on `cuda` compute from an arena behind such a link, which is added here."""
     made: list[SlowLink] = []
 
-    def on_cpu(memory: Memory, device: torch.device) -> DeviceArena:
+    def on_cpu(
+        memory: Memory, device: torch.device, *, beside: Sequence[Memory] = ()
+    ) -> DeviceArena:
         assert device.type == "cuda"
         made.append(SlowLink())
         return DeviceArena(
-            memory, torch.device("cpu"), made[-1], lambda ordinal: HostDriver(machine)
+            memory,
+            torch.device("cpu"),
+            made[-1],
+            lambda ordinal: HostDriver(machine),
+            beside=beside,
         )
 
     monkeypatch.setattr(real_parts, "torch_device", torch.device)
@@ -122,6 +129,35 @@ async def test_blocks_go_from_device_to_device(
             assert await up.generate(name, request=f"on {name}") == tokens
         b, c, d = (link.copies.done for link in links)
         assert (sorted(b), c, d) == (sorted(up.record.block_bytes), [], [])
+
+
+@pytest.mark.parametrize("direct", [True, False])
+async def test_kv_goes_from_device_to_device(
+    tmp_path: Path, checkpoint: Path, links: list[SlowLink], machine: Machine, direct: bool
+) -> None:
+    """And by the host's memory if the target's device does not reach the source's."""
+    machine.shares = True
+    async with nodes(tmp_path, checkpoint, "a", settings=MOVING | {"machine": "here"}) as up:
+        for name in "bc":
+            machine.peers = direct
+            await up.start(name, **MOVING, device="cuda", machine="here")
+        await has_all(up, "a", "b", "c")
+        plane = up.services["c"]._data
+        await plane.connect(up.services["b"]._data.address)
+        way = plane._transport.way_to(up.services["b"]._data.address)
+        assert way == ("cuda-ipc" if direct else "shm")
+        expected = await run(up, "oracle", "a")
+        of_c, weights = machine.drivers[-1], len(machine.drivers[-1].copied)
+        tokens = await move(up, ("b",), "c")
+        found = {token.index: token.token for token in tokens}
+        assert [found[index] for index in range(COUNT)] == expected
+        (cached,) = (token.cached for token in of(up, 2) if token.cached)
+        sent = up.services["b"]._worker.load().kv_sent_bytes
+        assert up.services["c"]._worker.load().kv_received_bytes == sent > 0
+        assert up.services["c"]._worker.load().received_tokens == cached
+        kv = of_c.copied[weights:]
+        assert {where for where, _ in kv} == ({"device"} if direct else set())
+        assert sum(nbytes for _, nbytes in kv) == (sent if direct else 0)
 
 
 async def test_direct_ways_to_the_device_can_be_left_out(
