@@ -5,9 +5,12 @@ from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
 import pytest
+import torch
 
+from services.node.core.kv import Image
+from services.node.memory.checksum import CHECKSUM_BYTES
 from services.node.moving import kv_images
-from services.node.moving.kv_images import KV_REGION, KvImages
+from services.node.moving.kv_images import KV_REGION, ON_DEVICE, KvImages
 from shared.errors import NotFound, RegionUnknown
 from tests.support.transports import KINDS, KV_ROOM, MIB, SILENCE_S, Cluster, End, clusters
 
@@ -26,15 +29,20 @@ class Pages:
         self.content = content
         self.gone = False
 
-    def read(self, image: memoryview) -> None:
+    def read(self, image: Image) -> None:
         if self.gone:
             raise NotFound("the model was closed")
-        image[:] = self.content
+        memoryview(_host(image))[:] = self.content
 
-    def fill(self, image: memoryview) -> None:
+    def fill(self, image: Image) -> None:
         if self.gone:
             raise NotFound("the model was closed")
-        self.content = bytes(image)
+        self.content = bytes(_host(image))
+
+
+def _host(image: Image) -> Any:
+    """What lies on a device is host memory here, too."""
+    return image.numpy() if isinstance(image, torch.Tensor) else image
 
 
 class Node:
@@ -54,7 +62,7 @@ class Node:
 
         transport.read = watched  # type: ignore[method-assign]
         self.copied: list[int] = []
-        self.images = KvImages(transport, end.kv_room, self._spawn, self._note)
+        self.images = KvImages(transport, end.kv_room, self._spawn, self._note, end.device)
 
     def _note(self, nbytes: int, seconds: float) -> None:
         assert seconds > 0
@@ -65,13 +73,15 @@ class Node:
         self.tasks.add(task)
         task.add_done_callback(self.tasks.discard)
 
-    def lending(self, pages: Pages) -> "asyncio.Future[tuple[str, bytes]]":
+    def lending(
+        self, pages: Pages, *, on_device: bool = False
+    ) -> "asyncio.Future[tuple[str, bytes]]":
         told: asyncio.Future[tuple[str, bytes]] = asyncio.get_running_loop().create_future()
-        self.images.lend(pages, lambda *what: told.set_result(what))
+        self.images.lend(pages, lambda *what: told.set_result(what), on_device=on_device)
         return told
 
-    async def lend(self, pages: Pages) -> tuple[str, bytes]:
-        return await asyncio.wait_for(self.lending(pages), SILENCE_S)
+    async def lend(self, pages: Pages, *, on_device: bool = False) -> tuple[str, bytes]:
+        return await asyncio.wait_for(self.lending(pages, on_device=on_device), SILENCE_S)
 
     async def bring(self, source: "Node", region: str, digest: bytes, pages: Pages) -> bool:
         told: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -106,6 +116,80 @@ async def test_pages_arrive_by_the_best_way_and_the_copy_goes(cluster: Cluster) 
     await asyncio.gather(*source.tasks)
     assert not await target.has(source, region)
     source.images.end(region)
+
+
+@pytest.fixture
+async def on_devices(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Cluster]:
+    async with clusters("cuda-ipc", monkeypatch) as cluster:
+        yield cluster
+
+
+def copies(cluster: Cluster) -> list[list[tuple[str, int]]]:
+    """What the driver of each node has copied."""
+    return [driver.copied for driver in cluster.machine.drivers]
+
+
+async def test_from_device_to_device_nothing_comes_to_the_hosts(on_devices: Cluster) -> None:
+    source, target = await two(on_devices)
+    region, digest = await source.lend(Pages(KV), on_device=True)
+    assert region.startswith(ON_DEVICE)
+    assert len(digest) == CHECKSUM_BYTES
+    pages = Pages(nbytes=len(KV))
+    assert await target.bring(source, region, digest, pages)
+    assert pages.content == KV
+    assert copies(on_devices) == [[], [("device", len(KV))]]
+    assert source.copied == target.copied == [len(KV)]
+    for room in (source.end.kv_room, target.end.kv_room):
+        assert not any(any(memory.view) for memory in room.memories)
+    source.images.end(region)
+    await asyncio.gather(*source.tasks)
+    assert not await target.has(source, region)
+
+
+async def test_wrong_bytes_on_a_device_are_not_taken(on_devices: Cluster) -> None:
+    source, target = await two(on_devices)
+    region, digest = await source.lend(Pages(KV), on_device=True)
+    other, _ = await source.lend(Pages(bytes(len(KV))), on_device=True)
+    pages = Pages(nbytes=len(KV))
+    assert not await target.bring(source, other, digest, pages)
+    assert pages.content == b""
+    assert await target.bring(source, region, digest, pages)
+
+
+async def test_the_same_room_has_copies_on_the_device_and_on_the_host(on_devices: Cluster) -> None:
+    """One after the other, at the same place."""
+    source, target = await two(on_devices)
+    for on_device in (True, False, True):
+        region, digest = await source.lend(Pages(KV), on_device=on_device)
+        pages = Pages(nbytes=len(KV))
+        assert await target.bring(source, region, digest, pages)
+        assert pages.content == KV
+        source.images.end(region)
+        await asyncio.gather(*source.tasks)
+
+
+async def test_a_node_that_does_not_reach_the_device_takes_nothing_from_there(
+    on_devices: Cluster,
+) -> None:
+    source = Node(await on_devices.start())
+    on_devices.machine.peers = False
+    target = Node(await on_devices.start())
+    region, digest = await source.lend(Pages(KV), on_device=True)
+    pages = Pages(nbytes=len(KV))
+    assert not await target.bring(source, region, digest, pages)
+    target.images = KvImages(target.end.transport, target.end.kv_room, target._spawn)
+    assert not await target.bring(source, region, digest, pages)
+    assert pages.content == b""
+
+
+async def test_a_node_without_a_device_lends_from_the_hosts_memory(cluster: Cluster) -> None:
+    source, target = await two(cluster)
+    if source.end.device is not None:
+        pytest.skip("it has one")
+    region, digest = await source.lend(Pages(KV), on_device=True)
+    pages = Pages(nbytes=len(KV))
+    assert await target.bring(source, region, digest, pages)
+    assert pages.content == KV
 
 
 async def test_wrong_bytes_are_not_taken(cluster: Cluster) -> None:

@@ -50,6 +50,8 @@ class End:
     kv_room: KvRoom
     way: str
     """What carries bytes between two such ends."""
+    device: DeviceArena | None = None
+    """Where `kv_room` has a twin, if the way reaches it."""
     received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     lost: list[tuple[str, TransportError]] = field(default_factory=list)
     bring: Bring = NoListener().bring
@@ -114,7 +116,7 @@ class Cluster:
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena, kv_room = Arena(nbytes), KvRoom(KV_ROOM)
         memories = [arena.memory, *kv_room.memories]
-        stack = AsyncExitStack()
+        stack, device = AsyncExitStack(), None
         transport: TcpTransport | MemoryTransport | ModelledTransport
         if self.kind in ("tcp", "tcp in C", "tls", "cuda-ipc", "shm", "rdma"):
             ways: dict[str, Direct] = {
@@ -122,7 +124,7 @@ class Cluster:
                 "rdma": RdmaDirect(memories, *RDMA, bytes_per_s=rate),
             }
             if self.kind == "cuda-ipc":
-                ways["cuda-ipc"] = stack.enter_context(self._on_device(memories, rate))
+                ways["cuda-ipc"], device = stack.enter_context(self._on_device(memories, rate))
             transport = TcpTransport(
                 "127.0.0.1",
                 int(at.rpartition(":")[2]) if at else 0,
@@ -146,23 +148,26 @@ class Cluster:
                 link_bytes_per_s=rate,
                 listener=listener,
             )
-        end = End(
-            transport, arena, kv_room, "tcp" if self.kind in ("tcp in C", "tls") else self.kind
-        )
+        way = "tcp" if self.kind in ("tcp in C", "tls") else self.kind
+        end = End(transport, arena, kv_room, way, device)
         await stack.enter_async_context(transport)
         self.stacks[end.address] = stack
         return end
 
     @contextmanager
-    def _on_device(self, memories: list[Memory], rate: int) -> Iterator[CudaIpcDirect]:
+    def _on_device(
+        self, memories: list[Memory], rate: int
+    ) -> Iterator[tuple[CudaIpcDirect, DeviceArena]]:
         """The way of a node with a device, which is a double (`tests.support.device_memory`)."""
         driver = HostDriver(self.machine)
-        host, cpu = memories[0], torch.device("cpu")
-        with DeviceArena(host, cpu, SlowLink(), lambda ordinal: driver) as device:
+        host, *beside = memories
+        cpu, link = torch.device("cpu"), SlowLink()
+        with DeviceArena(host, cpu, link, lambda ordinal: driver, beside=beside) as device:
             landing = device.landing
             assert landing is not None
             exported = landing.exported()
-            yield CudaIpcDirect(memories, landing, exported, machine="here", bytes_per_s=rate)
+            way = CudaIpcDirect(memories, landing, exported, machine="here", bytes_per_s=rate)
+            yield way, device
             driver.may_copy.set()
 
     async def stop(self, end: End) -> None:

@@ -14,6 +14,7 @@ from services.node.engine.budget import kv_budget
 from services.node.engine.engine import TorchEngine
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
+from services.node.moving.data_plane import DataPlane
 from shared import subjects, telemetry
 from shared.config import TelemetryConfig
 from shared.errors import CapacityExceeded
@@ -142,10 +143,10 @@ async def test_kv_goes_from_device_to_device(
             machine.peers = direct
             await up.start(name, **MOVING, device="cuda", machine="here")
         await has_all(up, "a", "b", "c")
-        plane = up.services["c"]._data
-        await plane.connect(up.services["b"]._data.address)
-        way = plane._transport.way_to(up.services["b"]._data.address)
-        assert way == ("cuda-ipc" if direct else "shm")
+        plane, b = up.services["c"]._data, up.services["b"]._data.address
+        assert isinstance(plane, DataPlane)
+        await plane.connect(b)
+        assert plane._transport.way_to(b) == ("cuda-ipc" if direct else "shm")
         expected = await run(up, "oracle", "a")
         of_c, weights = machine.drivers[-1], len(machine.drivers[-1].copied)
         tokens = await move(up, ("b",), "c")

@@ -32,7 +32,8 @@ def taken_over(kv: KvCache, key: str) -> None:
     kv.extend(sequence, WHOLE)
 
 
-def test_the_pages_of_a_sequence_arrive_elsewhere_unchanged() -> None:
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_pages_of_a_sequence_arrive_elsewhere_unchanged(on_device: bool) -> None:
     here, there = cache(pages=8), cache(pages=8)
     ran(here, "r#1", TOKENS)
     taken_over(there, "r#2")
@@ -40,7 +41,8 @@ def test_the_pages_of_a_sequence_arrive_elsewhere_unchanged() -> None:
         one = range(layer, layer + 1)
         lent, wanted = here.lend("r#1", one, 0, WHOLE), there.lend("r#2", one, 0, WHOLE)
         assert lent.form == wanted.form
-        image = memoryview(bytearray(lent.nbytes))
+        memory = bytearray(lent.nbytes)
+        image = torch.frombuffer(memory, dtype=torch.uint8) if on_device else memoryview(memory)
         lent.read(image)
         wanted.fill(image)
         here.give_back(lent)
@@ -184,3 +186,5 @@ def test_an_image_of_another_size_is_refused() -> None:
     loan = kv.lend("r#1", LAYERS, 0, PAGE)
     with pytest.raises(BadInput, match="bytes"):
         loan.fill(memoryview(bytearray(loan.nbytes - 1)))
+    with pytest.raises(BadInput, match="bytes"):
+        loan.fill(torch.zeros(loan.nbytes + 8, dtype=torch.uint8))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from services.node.core.kv import PAGE, KvMover, KvPages
-from services.node.core.microbatches import Bring, KvHere, Lend
+from services.node.core.microbatches import Bring, KvAsk, KvHere, Lend
 from services.node.engine.kv import KvCache
 from services.node.engine.kv_loan import KvLoan
 from services.node.execution.kv_moves import KvMoves
@@ -33,6 +33,8 @@ class Slow(KvMover):
 
     def __init__(self) -> None:
         self.wanted: list[tuple[KvPages, Callable[[bool], None]]] = []
+        self.lent: list[bool] = []
+        """Whether each may stay on the device."""
 
     def bring(
         self,
@@ -44,8 +46,13 @@ class Slow(KvMover):
     ) -> None:
         self.wanted.append((pages, brought))
 
-    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
-        raise AssertionError("nothing is lent here")
+    def reads_device(self, address: str) -> bool:
+        return address == "mem://beside"
+
+    def lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
+    ) -> None:
+        self.lent.append(on_device)
 
     def end(self, region: str) -> None:
         raise AssertionError("nothing is lent here")
@@ -88,3 +95,15 @@ def test_what_is_stopped_touches_no_page_any_more_and_keeps_none() -> None:
     assert torch.equal(values, torch.tensor([0.0] * PAGE + [1.0] * PAGE))
     kv.free(("r#2",))
     assert available(kv) == 4
+
+
+def test_the_lender_learns_whether_its_device_is_read() -> None:
+    kv, mover = cache(pages=4), Slow()
+    write(kv, start(kv, "r#1"), [1.0] * PAGE)
+    moves = KvMoves(Engine(kv), mover, Heard(), lambda call: call())  # type: ignore[arg-type]
+    asked = KvAsk("r#1", b"", 0, *BLOCKS, 0, PAGE, "mem://taker", "r#2")
+    for address in ("mem://beside", "mem://elsewhere"):
+        moves.lend(Lend(moves.asked(address, asked)))
+    assert mover.lent == [True, False]
+    alone = KvMoves(Engine(kv), None, Heard(), lambda call: call())  # type: ignore[arg-type]
+    assert alone.asked("mem://beside", asked) == asked

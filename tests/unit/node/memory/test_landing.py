@@ -21,6 +21,7 @@ NBYTES = 10_000
 @dataclass
 class Gpu:
     arena: Arena
+    beside: Arena
     on_device: DeviceArena
     driver: HostDriver
     landing: Landing
@@ -38,11 +39,18 @@ class Gpu:
 
 
 def gpu(machine: Machine) -> Iterator[Gpu]:
-    arena, driver = Arena(1 << 17), HostDriver(machine)
+    arena, beside, driver = Arena(1 << 17), Arena(1 << 16), HostDriver(machine)
     cpu = torch.device("cpu")
-    with DeviceArena(arena.memory, cpu, SlowLink(), lambda ordinal: driver) as on_device:
+    other = Arena(1 << 16)
+    with DeviceArena(
+        arena.memory,
+        cpu,
+        SlowLink(),
+        lambda ordinal: driver,
+        beside=[other.memory, beside.memory],
+    ) as on_device:
         assert on_device.landing is not None
-        yield Gpu(arena, on_device, driver, on_device.landing)
+        yield Gpu(arena, beside, on_device, driver, on_device.landing)
         driver.may_copy.set()
 
 
@@ -89,6 +97,41 @@ async def test_bytes_of_a_peers_device_are_on_both_sides(ours: Gpu, theirs: Gpu)
     assert bytes(block) == ours.device(block) == noise(2)
     assert ours.landing.holds(block)
     assert ours.driver.copied == [("device", NBYTES), ("host", NBYTES)]
+
+
+async def test_what_comes_to_a_twin_stays_on_the_device(ours: Gpu, theirs: Gpu) -> None:
+    theirs.beside.allocate(NBYTES)
+    source, into = (gpu.beside.allocate(NBYTES).memory for gpu in (theirs, ours))
+    theirs.on_device.twin(source)[:] = torch.frombuffer(bytearray(noise(3)), dtype=torch.uint8)
+    opened = await ours.landing.open(theirs.landing.exported())
+    await ours.landing.pull(opened.pointer + theirs.landing.place(source), into)
+    assert ours.on_device.twin(into).numpy().tobytes() == noise(3)
+    assert bytes(into) == bytes(NBYTES)
+    assert ours.driver.copied == [("device", NBYTES)]
+    assert not ours.landing.holds(into), "nobody has shown it"
+
+
+def test_a_twin_is_found_while_it_is_shown(ours: Gpu) -> None:
+    lent, behind = (ours.beside.allocate(NBYTES).memory for _ in range(2))
+    assert not ours.landing.holds(lent)
+    ours.on_device.show(lent)
+    assert ours.landing.holds(lent)
+    assert ours.landing.holds(lent[100:200])
+    assert not ours.landing.holds(behind)
+    ours.on_device.hide(lent)
+    assert not ours.landing.holds(lent)
+
+
+def test_twins_lie_behind_the_arena_one_after_the_other(ours: Gpu) -> None:
+    assert ours.landing.start(ours.arena.memory) == 0
+    assert ours.landing.start(ours.beside.memory) == (1 << 17) + (1 << 16)
+    elsewhere = Arena(1 << 16)
+    assert ours.landing.start(elsewhere.memory) is None
+    room = elsewhere.allocate(NBYTES).memory
+    assert not ours.landing.reaches(room)
+    assert not ours.landing.holds(room)
+    with pytest.raises(BadInput, match="no place"):
+        ours.landing.place(room)
 
 
 async def test_a_cancelled_pull_ends_when_nothing_is_written_any_more(

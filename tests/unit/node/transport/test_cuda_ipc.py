@@ -9,6 +9,7 @@ import torch
 from structlog.testing import capture_logs
 
 from services.node.memory.arena import Arena
+from services.node.memory.cuda import EXPORTED_BYTES
 from services.node.memory.device import DeviceArena
 from services.node.transport.base import NoListener
 from services.node.transport.cuda_ipc import ON_DEVICE, CudaIpcDirect, CudaIpcReader
@@ -30,8 +31,15 @@ class Node:
 
     def __init__(self, machine: Machine) -> None:
         self.arena, self.driver = Arena(ROOM), HostDriver(machine)
+        self.cache, self.beside = Arena(ROOM), Arena(ROOM)
+        """Of these, the second has a twin on the device."""
+        self.memories = [each.memory for each in (self.arena, self.cache, self.beside)]
         self.device = DeviceArena(
-            self.arena.memory, torch.device("cpu"), SlowLink(), lambda ordinal: self.driver
+            self.arena.memory,
+            torch.device("cpu"),
+            SlowLink(),
+            lambda ordinal: self.driver,
+            beside=[self.beside.memory],
         )
         self.closed = asyncio.Event()
 
@@ -40,7 +48,7 @@ class Node:
             stack.enter_context(self.device)
             stack.callback(self.driver.may_copy.set)
             self.transport = await stack.enter_async_context(
-                transport([self.direct(), ShmDirect([self.arena.memory], machine=HERE)])
+                transport([self.direct(), ShmDirect(self.memories, machine=HERE)])
             )
             self._stack = stack.pop_all()
         return self
@@ -51,7 +59,7 @@ class Node:
     def direct(self) -> CudaIpcDirect:
         landing = self.device.landing
         assert landing is not None
-        return CudaIpcDirect([self.arena.memory], landing, landing.exported(), machine=HERE)
+        return CudaIpcDirect(self.memories, landing, landing.exported(), machine=HERE)
 
     def block(self) -> memoryview:
         return self.arena.allocate(NBYTES).memory
@@ -120,6 +128,28 @@ async def test_from_device_to_device(source: Node, reader: Node) -> None:
     assert landed is not None
     assert landed.numpy().tobytes() == WHOLE
     assert reader.driver.copied == [("device", NBYTES), ("host", NBYTES)]
+
+
+async def test_from_twin_to_twin(source: Node, reader: Node) -> None:
+    block, into = (each.beside.allocate(NBYTES).memory for each in (source, reader))
+    source.device.twin(block)[:] = torch.frombuffer(bytearray(WHOLE), dtype=torch.uint8)
+    source.device.show(block)
+    source.transport.register("w", block, ready=NBYTES)
+    way, _ = await read(reader.transport, source, into)
+    assert way == reader.transport.way_to(source.transport.address) == "cuda-ipc"
+    assert reader.device.twin(into).numpy().tobytes() == WHOLE
+    assert bytes(into) == bytes(NBYTES)
+    assert reader.driver.copied == [("device", NBYTES)]
+
+
+async def test_to_memory_that_has_no_twin(source: Node, reader: Node) -> None:
+    """Such as the host cache: the bytes come from the host's arena, where they are, too."""
+    block = await source.hold()
+    block[:] = WHOLE
+    into = reader.cache.allocate(NBYTES).memory
+    way, _ = await read(reader.transport, source, into)
+    assert (way, bytes(into)) == ("cuda-ipc", WHOLE)
+    assert reader.driver.copied == []
 
 
 async def test_what_is_not_on_the_device_comes_from_the_host(source: Node, reader: Node) -> None:
@@ -204,10 +234,31 @@ async def connected(source: Node, reader: Node) -> AsyncIterator[CudaIpcReader]:
 
 async def test_places_that_are_not_the_peers(reader: Node, connected: CudaIpcReader) -> None:
     into = reader.block()
-    for place in (Place(ON_DEVICE, ROOM - NBYTES + 1), Place(ON_DEVICE | 1, 0), Place(1, 0)):
+    for place in (
+        Place(ON_DEVICE, ROOM - NBYTES + 1),
+        Place(ON_DEVICE | 1, 0),
+        Place(ON_DEVICE | 3, 0),
+        Place(3, 0),
+    ):
         with pytest.raises(ProtocolViolation):
             await connected.take(place, into)
     assert reader.driver.copied == []
+
+
+async def test_a_peer_of_another_version_shares_the_hosts_memory(
+    source: Node, reader: Node
+) -> None:
+    """One that says only how its device memory is opened, and not what lies where."""
+    async with source.direct() as there, reader.direct() as here:
+        there._beside = there._beside[:EXPORTED_BYTES]
+        offer = here.offer()
+        accepted = there.accept(offer.data)
+        assert accepted is not None
+        with capture_logs() as logs:
+            connected = await offer.complete(accepted[0])
+        assert connected.name == "shm"
+        assert [line["log_level"] for line in logs] == ["warning"]
+        connected.close()
 
 
 async def test_a_connection_that_ends_gives_the_peers_memory_back(
