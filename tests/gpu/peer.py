@@ -1,7 +1,8 @@
 """A node with a GPU that others read from, in its own process: `python -m tests.gpu.peer cuda:0`.
 
-It prints where its transport is reached, and ends with its input. The bytes of its region `w` are
-`pattern()` on the device; on the host they are zeros, so that nobody can have them from there.
+It prints where its transport is reached, and ends with its input. The bytes of its regions `w`, in
+the arena, and `kv`, beside it, are `pattern()` on the device; on the host they are zeros, so that
+nobody can have them from there.
 """
 
 import asyncio
@@ -30,8 +31,9 @@ def pattern() -> bytes:
 
 
 @asynccontextmanager
-async def node(arena: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]:
-    """`device` is entered."""
+async def node(arena: Arena, beside: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]:
+    """`device` is entered, and has a twin of `beside`."""
+    memories = [arena.memory, beside.memory]
     assert device.landing is not None, "CUDA's driver is not to be had"
     exported = device.landing.exported()
     assert exported, "CUDA does not share memory between processes here"
@@ -40,8 +42,8 @@ async def node(arena: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]
         0,
         link_bytes_per_s=0,
         ways=[
-            CudaIpcDirect([arena.memory], device.landing, exported, machine=HERE),
-            ShmDirect([arena.memory], machine=HERE),
+            CudaIpcDirect(memories, device.landing, exported, machine=HERE),
+            ShmDirect(memories, machine=HERE),
         ],
         listener=NoListener(),
     ) as transport:
@@ -49,16 +51,22 @@ async def node(arena: Arena, device: DeviceArena) -> AsyncIterator[TcpTransport]
 
 
 async def main(device: str) -> None:
-    arena = Arena(ROOM)
+    arena, beside = Arena(ROOM), Arena(ROOM)
     arena.allocate(MIB)
-    block = arena.allocate(NBYTES).memory
+    block, kv = arena.allocate(NBYTES).memory, beside.allocate(NBYTES).memory
     block[:] = pattern()
     async with AsyncExitStack() as stack:
-        on_device = stack.enter_context(DeviceArena(arena.memory, torch.device(device)))
-        await on_device.upload(block)
+        on_device = stack.enter_context(
+            DeviceArena(arena.memory, torch.device(device), beside=[beside.memory])
+        )
+        there = await on_device.upload(block)
+        on_device.twin(kv).copy_(there)
+        torch.cuda.synchronize(there.device)
         block[:] = bytes(NBYTES)
-        transport = await stack.enter_async_context(node(arena, on_device))
+        transport = await stack.enter_async_context(node(arena, beside, on_device))
         transport.register("w", block, ready=NBYTES)
+        on_device.show(kv)
+        transport.register("kv", kv, ready=NBYTES)
         print(transport.address, flush=True)
         await asyncio.to_thread(sys.stdin.read)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from services.node.memory.arena import Arena
+from services.node.memory.checksum import checksum
 from services.node.memory.device import DeviceArena
 from shared.errors import PeerLost
 from tests.gpu import NEEDS_GPU
@@ -57,9 +58,12 @@ async def test_blocks_come_from_device_to_device(
 ) -> None:
     if torch.cuda.device_count() < devices:
         pytest.skip("there is no second CUDA device to read from")
-    arena = Arena(ROOM)
-    with DeviceArena(arena.memory, CUDA) as on_device:
-        async with peer(device, environment) as (_, address), node(arena, on_device) as reader:
+    arena, beside = Arena(ROOM), Arena(ROOM)
+    with DeviceArena(arena.memory, CUDA, beside=[beside.memory]) as on_device:
+        async with (
+            peer(device, environment) as (_, address),
+            node(arena, beside, on_device) as reader,
+        ):
             for _ in range(2):
                 into = arena.allocate(NBYTES).memory
                 async with asyncio.timeout(LIMIT_S):
@@ -68,13 +72,24 @@ async def test_blocks_come_from_device_to_device(
                 landed = on_device.landed(into)
                 assert landed is not None
                 assert landed.cpu().numpy().tobytes() == bytes(into) == pattern()
+            into = beside.allocate(NBYTES).memory
+            async with asyncio.timeout(LIMIT_S):
+                result = await reader.read(address, "kv", 0, into, priority=1)
+            assert result.way == reader.way_to(address) == "cuda-ipc"
+            twin = on_device.twin(into)
+            assert twin.cpu().numpy().tobytes() == pattern()
+            assert checksum(twin) == checksum(twin.cpu())
+            assert not any(into), "it came to the host, too"
 
 
 async def test_a_peer_that_dies_takes_nothing_with_it() -> None:
     """Its memory goes while it is read from; this process's device works on."""
-    arena = Arena(ROOM)
-    with DeviceArena(arena.memory, CUDA) as on_device:
-        async with peer("cuda:0", {}) as (process, address), node(arena, on_device) as reader:
+    arena, beside = Arena(ROOM), Arena(ROOM)
+    with DeviceArena(arena.memory, CUDA, beside=[beside.memory]) as on_device:
+        async with (
+            peer("cuda:0", {}) as (process, address),
+            node(arena, beside, on_device) as reader,
+        ):
             into = arena.allocate(NBYTES).memory
             await reader.read(address, "w", 0, into, priority=1)
             reads = [

@@ -142,6 +142,18 @@ async def test_from_twin_to_twin(source: Node, reader: Node) -> None:
     assert reader.driver.copied == [("device", NBYTES)]
 
 
+async def test_a_peer_that_is_gone_is_not_read_by_any_way(machine: Machine, reader: Node) -> None:
+    async with Node(machine) as source:
+        await source.hold()
+        address = source.transport.address
+        assert reader.transport.way_to(address) == ""
+        await read(reader.transport, source, reader.block())
+        assert reader.transport.way_to(address) == "cuda-ipc"
+    with pytest.raises(PeerLost):
+        await read(reader.transport, source, reader.block())
+    assert reader.transport.way_to(address) == ""
+
+
 async def test_to_memory_that_has_no_twin(source: Node, reader: Node) -> None:
     """Such as the host cache: the bytes come from the host's arena, where they are, too."""
     block = await source.hold()
