@@ -31,7 +31,9 @@ class ModelledKvMover(KvMover):
     def _image(self, pages: KvPages) -> memoryview:
         return memoryview(bytearray(-(-pages.nbytes // self._unit)))
 
-    def lend(self, pages: KvPages, lent: Callable[[str, bytes], None]) -> None:
+    def lend(
+        self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
+    ) -> None:
         image, region = self._image(pages), f"{KV_REGION}{next(self._numbers)}"
         self._transport.register(region, image, ready=len(image), flow=SERVING_FLOW)
         self._lent.add(region)
