@@ -253,7 +253,8 @@ class TorchEngine(EngineKv):
         except EngineFailed:
             if not self._regroup(model_id):
                 raise
-            self.attach(model_id, block, weights)
+            if block not in self._models[model_id].blocks:
+                self.attach(model_id, block, weights)
 
     def _attach(self, model_id: ModelId, model: Model, block: int, weights: Weights) -> None:
         spec = model.manifest.blocks[block]
@@ -282,7 +283,7 @@ class TorchEngine(EngineKv):
             return
         self._ranks.settle()
         self._say_what_is_left(self._ranks)
-        for model_id in self._models:
+        for model_id in list(self._models):
             self._regroup(model_id)
         yield
         for model_id, given in list(self._given.items()):
@@ -302,7 +303,8 @@ class TorchEngine(EngineKv):
 
     def _regroup(self, model_id: ModelId) -> bool:
         """If the model's team is lost, has a smaller one run it, or this process alone. Its blocks
-        have to be attached anew, and its sequences keep their KV. False: it is not lost."""
+        have to be attached anew, and its sequences keep their KV. The first one is attached at
+        once: rows wait for any other, but begin with this one. False: it is not lost."""
         model = self._models[model_id]
         manifest, before = model.manifest, model.network
         if not (isinstance(before, LedDecoder) and before.lost):
@@ -316,6 +318,8 @@ class TorchEngine(EngineKv):
         threads = self._division.threads(lead, devices)
         self._models[model_id] = replace(model, network=network, threads=threads, blocks={})
         self._refit_adapters(model_id)
+        if (given := self._given.get(model_id, {})) and 0 in given:
+            self.attach(model_id, 0, given[0])
         return True
 
     def prepare(self, model_id: ModelId, manifest: Manifest, block: int, weights: Weights) -> bool:
