@@ -280,7 +280,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     """The index of the device's address; for RoCE, of its IPv4 address (see `ibv_devinfo -v`)."""
     device_direct: bool = True
     """Whether blocks may come from peers directly to the GPU's memory, by GPUDirect RDMA and CUDA
-    IPC, and KV by the latter, which takes 128 to 512 MiB of that memory. False: always through the
+    IPC, and KV by the latter, which takes 128 MiB of that memory. False: always through the
     host's."""
     tls_certificate: str = ""
     """PEM file with the node's own certificate. With `tls_key` and `tls_authority`, everything that

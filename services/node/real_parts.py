@@ -22,7 +22,7 @@ from services.node.memory.views import Memory
 from services.node.moving.data_plane import DataPlane
 from services.node.moving.events import PlaneListener
 from services.node.moving.gate import CapabilityGate
-from services.node.moving.kv_room import KvRoom, room_beside
+from services.node.moving.kv_room import LEAST_BYTES, KvRoom, Twins, room_beside
 from services.node.parts import WorkerListener
 from services.node.transport import secret, tls
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -40,8 +40,8 @@ class RealParts:
 
     def __init__(self, config: NodeConfig) -> None:
         self._config = config
-        self._kv_room: KvRoom | None = None
-        """Where KV moves from device to device, until the data plane has it."""
+        self._kv_twins: KvRoom | None = None
+        """The host's places for KV that moves from device to device."""
 
     def store(self) -> Store:
         return Store(Path(self._config.data_dir) / "store", self._config.disk_bytes_per_s)
@@ -51,10 +51,10 @@ class RealParts:
         config, device = self._config, torch_device(self._config.device)
         if device.type == "cpu" or self._gpus:
             return None
-        if not config.device_direct:
+        if not config.device_direct or config.kv_moves == "never":
             return DeviceArena(memory, device)
-        self._kv_room = room_beside(config.arena_bytes)
-        return DeviceArena(memory, device, beside=self._kv_room.memories)
+        self._kv_twins = KvRoom(LEAST_BYTES)
+        return DeviceArena(memory, device, beside=self._kv_twins.memories)
 
     def worker(
         self, memory: Memory, device: DeviceArena | None, shelf: Shelf, listener: WorkerListener
@@ -135,32 +135,39 @@ class RealParts:
     ) -> DataPlane:
         config = self._config
         signers = load_signers(config.signers_file)
-        kv_room = self._kv_room or room_beside(config.arena_bytes)
+        kv_room, kv_twins = room_beside(config.arena_bytes), None
         memories = [*memories, *kv_room.memories]
-        direct = device if device and device.landing and config.device_direct else None
+        if device and device.has_twins and self._kv_twins:
+            kv_twins = Twins(self._kv_twins, device)
         return DataPlane(
             config.host,
             config.port,
             config.link_bytes_per_s,
-            self._ways(memories, direct.landing if direct else None),
+            self._ways(
+                memories,
+                device.landing if device and config.device_direct else None,
+                kv_twins.room.memories if kv_twins else (),
+            ),
             tls.load(config.tls_certificate, config.tls_key, config.tls_authority),
             secret.load(config.secret_file),
             None if signers is None else CapabilityGate(signers),
             listener=listener,
             overwrites=device.overwrites if device else lambda buffer: None,
             kv_room=kv_room,
-            kv_device=direct,
+            kv_twins=kv_twins,
         )
 
-    def _ways(self, memories: Sequence[Memory], landing: Landing | None) -> list[Direct]:
+    def _ways(
+        self, memories: Sequence[Memory], landing: Landing | None, twins: Sequence[Memory]
+    ) -> list[Direct]:
         """The ways to read from peers besides TCP, best first. `landing`: where bytes may land on
-        the device."""
+        the device. `twins`: the places of what lies only there."""
         config = self._config
         here: list[Direct] = []
         if landing is not None and (exported := landing.exported()):
             here.append(
                 CudaIpcDirect(
-                    memories,
+                    [*memories, *twins],
                     landing,
                     exported,
                     machine=config.machine,

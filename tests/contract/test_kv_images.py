@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from services.node.core.kv import Image
 from services.node.memory.checksum import CHECKSUM_BYTES
 from services.node.moving import kv_images
-from services.node.moving.kv_images import KV_REGION, ON_DEVICE, KvImages
+from services.node.moving.kv_images import DEVICE_REGION, KV_REGION, KvImages
 from shared.errors import NotFound, RegionUnknown
 from tests.support.transports import KINDS, KV_ROOM, MIB, SILENCE_S, Cluster, End, clusters
 
@@ -62,7 +63,7 @@ class Node:
 
         transport.read = watched  # type: ignore[method-assign]
         self.copied: list[int] = []
-        self.images = KvImages(transport, end.kv_room, self._spawn, self._note, end.device)
+        self.images = KvImages(transport, end.kv_room, self._spawn, self._note, end.kv_twins)
 
     def _note(self, nbytes: int, seconds: float) -> None:
         assert seconds > 0
@@ -132,15 +133,16 @@ def copies(cluster: Cluster) -> list[list[tuple[str, int]]]:
 async def test_from_device_to_device_nothing_comes_to_the_hosts(on_devices: Cluster) -> None:
     source, target = await two(on_devices)
     region, digest = await source.lend(Pages(KV), on_device=True)
-    assert region.startswith(ON_DEVICE)
+    assert region.startswith(DEVICE_REGION)
     assert len(digest) == CHECKSUM_BYTES
     pages = Pages(nbytes=len(KV))
     assert await target.bring(source, region, digest, pages)
     assert pages.content == KV
     assert copies(on_devices) == [[], [("device", len(KV))]]
     assert source.copied == target.copied == [len(KV)]
-    for room in (source.end.kv_room, target.end.kv_room):
-        assert not any(any(memory.view) for memory in room.memories)
+    for twins in (source.end.kv_twins, target.end.kv_twins):
+        assert twins is not None
+        assert not any(any(memory.view) for memory in twins.room.memories)
     source.images.end(region)
     await asyncio.gather(*source.tasks)
     assert not await target.has(source, region)
@@ -149,23 +151,43 @@ async def test_from_device_to_device_nothing_comes_to_the_hosts(on_devices: Clus
 async def test_wrong_bytes_on_a_device_are_not_taken(on_devices: Cluster) -> None:
     source, target = await two(on_devices)
     region, digest = await source.lend(Pages(KV), on_device=True)
-    other, _ = await source.lend(Pages(bytes(len(KV))), on_device=True)
+    other, _ = await source.lend(Pages(KV[::-1]), on_device=True)
     pages = Pages(nbytes=len(KV))
     assert not await target.bring(source, other, digest, pages)
     assert pages.content == b""
     assert await target.bring(source, region, digest, pages)
 
 
-async def test_the_same_room_has_copies_on_the_device_and_on_the_host(on_devices: Cluster) -> None:
-    """One after the other, at the same place."""
+async def test_a_place_on_the_device_is_used_again(on_devices: Cluster) -> None:
+    """And what lay there before does not count as lent any more."""
     source, target = await two(on_devices)
-    for on_device in (True, False, True):
-        region, digest = await source.lend(Pages(KV), on_device=on_device)
+    assert source.end.kv_twins is not None
+    landing = source.end.kv_twins.device.landing
+    assert landing is not None
+    memory = source.end.kv_twins.room.going.memory.view
+    for content in (KV, KV[::-1]):
+        region, digest = await source.lend(Pages(content), on_device=True)
+        assert landing.holds(memory[: len(KV)])
         pages = Pages(nbytes=len(KV))
         assert await target.bring(source, region, digest, pages)
-        assert pages.content == KV
+        assert pages.content == content
         source.images.end(region)
         await asyncio.gather(*source.tasks)
+        assert not landing.holds(memory[: len(KV)])
+
+
+async def test_who_reads_a_copy_on_the_device_by_another_way_finds_zeros(
+    on_devices: Cluster,
+) -> None:
+    """Not what was lent from the host's memory before."""
+    source, target = await two(on_devices)
+    region, _ = await source.lend(Pages(KV))
+    source.images.end(region)
+    await asyncio.gather(*source.tasks)
+    region, _ = await source.lend(Pages(KV), on_device=True)
+    into = memoryview(bytearray(len(KV)))  # which no direct way reaches
+    await target.end.transport.read(source.end.address, region, 0, into, priority=0)
+    assert not any(into)
 
 
 async def test_a_node_that_does_not_reach_the_device_takes_nothing_from_there(
@@ -176,15 +198,18 @@ async def test_a_node_that_does_not_reach_the_device_takes_nothing_from_there(
     target = Node(await on_devices.start())
     region, digest = await source.lend(Pages(KV), on_device=True)
     pages = Pages(nbytes=len(KV))
-    assert not await target.bring(source, region, digest, pages)
-    target.images = KvImages(target.end.transport, target.end.kv_room, target._spawn)
-    assert not await target.bring(source, region, digest, pages)
+    with capture_logs() as logs:
+        assert not await target.bring(source, region, digest, pages)
+        target.images = KvImages(target.end.transport, target.end.kv_room, target._spawn)
+        assert not await target.bring(source, region, digest, pages)
     assert pages.content == b""
+    told = [line["error"] for line in logs if line["event"] == "KV did not come"]
+    assert told == ["it lies on the peer's device: shm does not read it"] * 2
 
 
 async def test_a_node_without_a_device_lends_from_the_hosts_memory(cluster: Cluster) -> None:
     source, target = await two(cluster)
-    if source.end.device is not None:
+    if source.end.kv_twins is not None:
         pytest.skip("it has one")
     region, digest = await source.lend(Pages(KV), on_device=True)
     pages = Pages(nbytes=len(KV))

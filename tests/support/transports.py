@@ -12,7 +12,7 @@ import torch
 from services.node.memory.arena import Arena
 from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
-from services.node.moving.kv_room import KvRoom
+from services.node.moving.kv_room import KvRoom, Twins
 from services.node.transport import native
 from services.node.transport.base import Brought, NoListener, Transport
 from services.node.transport.cuda_ipc import CudaIpcDirect
@@ -50,8 +50,8 @@ class End:
     kv_room: KvRoom
     way: str
     """What carries bytes between two such ends."""
-    device: DeviceArena | None = None
-    """Where `kv_room` has a twin, if the way reaches it."""
+    kv_twins: Twins | None = None
+    """For copies of KV on a device, if the way reaches it."""
     received: list[tuple[str, bytes, bytes]] = field(default_factory=list)
     lost: list[tuple[str, TransportError]] = field(default_factory=list)
     bring: Bring = NoListener().bring
@@ -116,7 +116,7 @@ class Cluster:
             rate //= 10  # an emulated machine is slow: the pace is to be its limit too
         arena, kv_room = Arena(nbytes), KvRoom(KV_ROOM)
         memories = [arena.memory, *kv_room.memories]
-        stack, device = AsyncExitStack(), None
+        stack, twins = AsyncExitStack(), None
         transport: TcpTransport | MemoryTransport | ModelledTransport
         if self.kind in ("tcp", "tcp in C", "tls", "cuda-ipc", "shm", "rdma"):
             ways: dict[str, Direct] = {
@@ -124,7 +124,7 @@ class Cluster:
                 "rdma": RdmaDirect(memories, *RDMA, bytes_per_s=rate),
             }
             if self.kind == "cuda-ipc":
-                ways["cuda-ipc"], device = stack.enter_context(self._on_device(memories, rate))
+                ways["cuda-ipc"], twins = stack.enter_context(self._on_device(memories, rate))
             transport = TcpTransport(
                 "127.0.0.1",
                 int(at.rpartition(":")[2]) if at else 0,
@@ -149,7 +149,7 @@ class Cluster:
                 listener=listener,
             )
         way = "tcp" if self.kind in ("tcp in C", "tls") else self.kind
-        end = End(transport, arena, kv_room, way, device)
+        end = End(transport, arena, kv_room, way, twins)
         await stack.enter_async_context(transport)
         self.stacks[end.address] = stack
         return end
@@ -157,17 +157,26 @@ class Cluster:
     @contextmanager
     def _on_device(
         self, memories: list[Memory], rate: int
-    ) -> Iterator[tuple[CudaIpcDirect, DeviceArena]]:
+    ) -> Iterator[tuple[CudaIpcDirect, Twins]]:
         """The way of a node with a device, which is a double (`tests.support.device_memory`)."""
         driver = HostDriver(self.machine)
-        host, *beside = memories
-        cpu, link = torch.device("cpu"), SlowLink()
-        with DeviceArena(host, cpu, link, lambda ordinal: driver, beside=beside) as device:
+        host, cpu, room = memories[0], torch.device("cpu"), KvRoom(KV_ROOM)
+        with DeviceArena(
+            host, cpu, SlowLink(), lambda ordinal: driver, beside=room.memories
+        ) as device:
             landing = device.landing
             assert landing is not None
             exported = landing.exported()
-            way = CudaIpcDirect(memories, landing, exported, machine="here", bytes_per_s=rate)
-            yield way, device
+            yield (
+                CudaIpcDirect(
+                    [*memories, *room.memories],
+                    landing,
+                    exported,
+                    machine="here",
+                    bytes_per_s=rate,
+                ),
+                Twins(room, device),
+            )
             driver.may_copy.set()
 
     async def stop(self, end: End) -> None:

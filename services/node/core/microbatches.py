@@ -220,7 +220,8 @@ class KvHere(StageMessage, frozen=True, tag="kv_here"):
     form: str = ""
     """What its bytes mean."""
     digest: bytes = b""
-    """See `services.node.moving.kv_images`."""
+    """BLAKE3; or of bytes that stay on the lender's device, the checksum of
+    `services.node.memory.checksum`."""
     start: int = 0
     stop: int = 0
     """The piece's blocks."""

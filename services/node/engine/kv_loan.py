@@ -56,30 +56,41 @@ class KvLoan:
 
     def read(self, image: Image) -> None:
         """Copies the pages into `image`. NotFound: the loan is over."""
-        if self.written is not None:
-            self.written.synchronize()
-        for page, part in self._parts(image):
+        for parts in self._together(image):
             with self._lock:
-                _copy(self._page(page), part)
+                for page, part in parts:
+                    part.copy_(self._page(page))
+                _finish(image)
 
     def fill(self, image: Image) -> None:
         """Copies the pages out of `image`. NotFound: the loan is over."""
-        for page, part in self._parts(image):
-            if self._erased and page == self.pages[-1]:
-                part[:, PAGE - self._erased :] = 0
+        for parts in self._together(image):
             with self._lock:
-                _copy(part, self._page(page))
+                for page, part in parts:
+                    if self._erased and page == self.pages[-1]:
+                        part[:, PAGE - self._erased :] = 0
+                    self._page(page).copy_(part)
+                _finish(image)
 
     def end(self) -> None:
         """Once this returns, no page is touched any more."""
         with self._lock:
             self._over = True
 
+    def _together(self, image: Image) -> Iterator[list[tuple[int, torch.Tensor]]]:
+        """Pages with their parts of the image, as many as are copied while the loan cannot end.
+        Copies on a device are begun at once. Before the first one, everything is done that the
+        engine had begun: its kernels may still read or write these pages for an earlier owner."""
+        if self.written is not None:
+            self.written.synchronize()
+        parts = list(self._parts(image))
+        yield from [parts] if isinstance(image, torch.Tensor) else ([part] for part in parts)
+
     def _parts(self, image: Image) -> Iterator[tuple[int, torch.Tensor]]:
         if len(image) != self.nbytes:
             raise BadInput(f"an image of {len(image)} bytes for KV of {self.nbytes}")
-        there = isinstance(image, torch.Tensor)
-        flat = image if there else torch.frombuffer(image, dtype=torch.uint8)
+        on_device = isinstance(image, torch.Tensor)
+        flat = image if on_device else torch.frombuffer(image, dtype=torch.uint8)
         layers, _, *slot = self._layers.shape
         for page, piece in zip(self.pages, flat.split(self._page_bytes), strict=True):
             yield page, piece.view(self._layers.dtype).view(layers, PAGE, *slot)
@@ -90,8 +101,8 @@ class KvLoan:
         return self._layers[:, page * PAGE : (page + 1) * PAGE]
 
 
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Returns once the copy is done; torch itself waits only if one of both lies on the host."""
-    target.copy_(source)
-    if source.is_cuda and target.is_cuda:
-        torch.cuda.current_stream(target.device).synchronize()
+def _finish(image: Image) -> None:
+    """Waits for the copies that this thread has begun on a device. Those to or from the host are
+    done already."""
+    if isinstance(image, torch.Tensor) and image.is_cuda:
+        torch.cuda.current_stream(image.device).synchronize()

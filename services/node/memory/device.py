@@ -1,7 +1,8 @@
 """Memory for weights on a device that has its own, and how blocks get there.
 
 Two things are taken when the node starts, before any plan: the device's arena, and a page lock on
-the host's arena. The device's arena is as large as the host's and laid out like it: a block lies at
+the host's arena. The device's arena is as large as the host's and laid out like it (what may follow
+it are twins, see `landing`): a block lies at
 the offset at which it landed. So whatever has room on the host has room on the device, and nobody
 has to account for free space twice.
 
@@ -155,9 +156,14 @@ class DeviceArena:
         self._there.add(offset, offset + len(block))
         return target
 
+    @property
+    def has_twins(self) -> bool:
+        """Whether the memories beside the arena have twins that ways reach."""
+        return bool(self._beside) and self.landing is not None
+
     def twin(self, buffer: memoryview) -> torch.Tensor:
         """The device's bytes, uint8 [len(buffer)], in place of these of a memory beside the arena.
-        This and the next two need the `landing`."""
+        This and the next two are for a device that `has_twins`."""
         assert self.landing is not None
         start = self.landing.place(buffer)
         return self._whole[start : start + len(buffer)]
@@ -206,8 +212,7 @@ class DeviceArena:
         started = time.monotonic()
         try:
             self._link = self._make_link(self._device)
-            *_, end = starts_of([self._host, *self._beside])
-            self._whole = torch.empty(end, dtype=torch.uint8, device=self._device)
+            self._whole = self._allocated()
             self._bytes = self._whole[:nbytes]
         except RuntimeError as error:
             raise CapacityExceeded(
@@ -232,6 +237,21 @@ class DeviceArena:
             allocate_s=round(allocated - started, 3),
             lock_s=round(time.monotonic() - allocated, 3),
         )
+
+    def _allocated(self) -> torch.Tensor:
+        """The arena, and the twins behind it if there is room for them. RuntimeError."""
+        *_, end = starts_of([self._host, *self._beside])
+        try:
+            return torch.empty(end, dtype=torch.uint8, device=self._device)
+        except RuntimeError:
+            if not self._beside:
+                raise
+            self._log.warning(
+                "the device has no room for more than its arena: KV goes by the host's memory",
+                lacks_bytes=end - len(self._host.view),
+            )
+            self._beside = ()
+            return torch.empty(len(self._host.view), dtype=torch.uint8, device=self._device)
 
     def _open_landing(self) -> None:
         try:

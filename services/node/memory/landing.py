@@ -1,10 +1,10 @@
 """Bytes that reach the device first: from a peer's device, or from the network by its adapter.
 
-Each part is then copied down to its place in the host's arena, and only then counts as read. It is
-checked there, like every other part; peers that use other ways take it from there, and a model that
-is put aside stays there. So every byte crosses the device's bus once, as it does when blocks land
-on the host and go up. But a block can run as soon as its last part is checked, because the copies
-down are done while other parts arrive.
+Each part of the arena is then copied down to its place on the host, and only then counts as read.
+It is checked there, like every other part; peers that use other ways take it from there, and a
+model that is put aside stays there. So every byte crosses the device's bus once, as it does when
+blocks land on the host and go up. But a block can run as soon as its last part is checked, because
+the copies down are done while other parts arrive.
 
 Memories beside the arena may have a *twin* on the device. What comes there stays there, since only
 the device needs it: KV that goes from device to device (`services.node.moving.kv_images`).
@@ -149,8 +149,10 @@ class Landing:
 
     async def land(self, into: memoryview) -> None:
         """Fills a part of the host's arena with what an adapter has written to the device's.
-        TransportError if that fails."""
+        TransportError if that fails. BadInput: it is no part of the arena."""
         start, nbytes = self.place(into), len(into)
+        if start >= self.nbytes:
+            raise BadInput(f"{nbytes} bytes that lie beside the node's arena")
 
         def copy() -> None:
             self._driver.flush()

@@ -17,10 +17,9 @@ import uvloop
 from services.node.core.kv import KvMover, KvPages
 from services.node.core.residency import PlanId
 from services.node.memory.arena import ModelSpace
-from services.node.memory.device import DeviceArena
 from services.node.moving.events import PlaneListener
 from services.node.moving.kv_images import KvImages
-from services.node.moving.kv_room import KvRoom
+from services.node.moving.kv_room import KvRoom, Twins
 from services.node.moving.mover import Mover
 from services.node.moving.outboxes import Outboxes
 from services.node.transport import cuda_ipc
@@ -57,11 +56,11 @@ class DataPlane:
         listener: PlaneListener,
         overwrites: Callable[[memoryview], None] = lambda buffer: None,
         kv_room: KvRoom | None = None,
-        kv_device: DeviceArena | None = None,
+        kv_twins: Twins | None = None,
     ) -> None:
         """`ways` to move bytes by besides TCP, best first. `gate`: what peers may read. `kv_room`:
         the memory for KV on its way that the `ways` know, to be closed here; None: they know none.
-        `kv_device`: where that memory has a twin that the `ways` know.
+        `kv_twins`: the same on a device.
         `overwrites` is told of each part of the arena before anything is written there. The
         callbacks are called on the data loop and must not block."""
         self._make = partial(
@@ -78,7 +77,7 @@ class DataPlane:
         self._hears = listener
         self._overwrites = overwrites
         self._kv_room = kv_room or KvRoom()
-        self._kv_device = kv_device
+        self._kv_twins = kv_twins
         self._thread = threading.Thread(target=self._run, name="data", daemon=True)
         self._started = _milestone()
         self._ended = _milestone()
@@ -114,6 +113,8 @@ class DataPlane:
             self._loop.call_soon_threadsafe(self._stop.set)
         await asyncio.to_thread(self._thread.join)
         self._kv_room.close()
+        if self._kv_twins is not None:
+            self._kv_twins.room.close()
 
     # --- from the control loop ---
 
@@ -183,7 +184,7 @@ class DataPlane:
             self._loop.call_soon_threadsafe(self._outboxes.put, address, header, payload)
 
     def _reads_device(self, address: str) -> bool:
-        return self._kv_device is not None and self._transport.way_to(address) == cuda_ipc.NAME
+        return self._kv_twins is not None and self._transport.way_to(address) == cuda_ipc.NAME
 
     def _do(self, act: Callable[[KvImages], None]) -> None:
         with suppress(RuntimeError):  # the loop is closed, and the node with it
@@ -246,7 +247,7 @@ class DataPlane:
                 self._kv_room,
                 self._spawn,
                 self._hears.on_kv_copied,
-                self._kv_device,
+                self._kv_twins,
             )
             self.address = transport.address
             self._started.set_result(None)

@@ -5,9 +5,9 @@ that nobody can guess, and lives until its reader has it, or for LENT_S. It lies
 direct ways reach, so KV goes by the best way between two nodes, as weights do.
 
 A copy has a digest, by which its reader knows that it is whole. Where the reader reads the device
-memory of the lender (CUDA IPC), the copy stays there: it goes from one device to the other, in the
-twins of that memory, and has a checksum that devices compute. Otherwise it lies in the host's
-memory, and has its BLAKE3.
+memory of the lender (CUDA IPC), the copy stays there: the memory for copies has a twin on each
+device, and the bytes go from twin to twin, with a checksum that devices compute. Otherwise a copy
+lies in the host's memory, and has its BLAKE3.
 """
 
 import asyncio
@@ -21,8 +21,8 @@ from blake3 import blake3
 from services.node.core.kv import Image, KvPages
 from services.node.memory.arena import Span
 from services.node.memory.checksum import checksum
-from services.node.memory.device import DeviceArena
-from services.node.moving.kv_room import KvRoom
+from services.node.moving.kv_room import KvRoom, Twins
+from services.node.transport import cuda_ipc
 from services.node.transport.base import Transport
 from services.node.transport.pacing import SERVING_FLOW
 from shared import telemetry
@@ -30,7 +30,7 @@ from shared.errors import TransportError
 
 KV_REGION = "kv/"
 """With what the names of these regions begin. The rest of the name is the permission to read."""
-ON_DEVICE = KV_REGION + "device/"
+DEVICE_REGION = KV_REGION + "device/"
 """With what those begin of which only the device has the bytes."""
 LENT_S = 10.0
 """Seconds after which a copy goes that nobody has fetched."""
@@ -45,13 +45,13 @@ class KvImages:
         room: KvRoom,
         spawn: Callable[[Coroutine[Any, Any, None]], object],
         copied: Callable[[int, float], None] = lambda nbytes, seconds: None,
-        device: DeviceArena | None = None,
+        twins: Twins | None = None,
     ) -> None:
         """`spawn` owns the tasks. `copied` is told what it took to copy KV out of pages or into
-        pages, with its digest. `device`: where the room has a twin that the transport reaches."""
+        pages, with its digest. `twins`: for copies on a device that the transport reaches."""
         self._transport = transport
         self._room = room
-        self._device = device
+        self._twins = twins
         self._spawn = spawn
         self._copied = copied
         self._lent: dict[str, tuple[Span, asyncio.TimerHandle]] = {}
@@ -61,8 +61,7 @@ class KvImages:
     def lend(
         self, pages: KvPages, lent: Callable[[str, bytes], None], *, on_device: bool = False
     ) -> None:
-        device = self._device if on_device else None
-        self._spawn(self._lend(pages, lent, device))
+        self._spawn(self._lend(pages, lent, self._twins if on_device else None))
 
     def bring(
         self,
@@ -81,23 +80,23 @@ class KvImages:
             self._spawn(self._unregister(region, span))
 
     async def _lend(
-        self, pages: KvPages, lent: Callable[[str, bytes], None], device: DeviceArena | None
+        self, pages: KvPages, lent: Callable[[str, bytes], None], twins: Twins | None
     ) -> None:
-        span = None
+        going, span = (twins.room if twins else self._room).going, None
         try:
-            span = await self._room.going.take(pages.nbytes)
-            image: Image = span.memory if device is None else device.twin(span.memory)
+            span = await going.take(pages.nbytes)
+            image: Image = twins.device.twin(span.memory) if twins else span.memory
             digest, seconds = await asyncio.to_thread(_copied, pages, image)
             self._copied(pages.nbytes, seconds)
         except Exception as error:  # the requester's problem only: it computes the KV
             if span is not None:
-                self._room.going.give(span)
+                going.give(span)
             self._log.warning("KV is not lent", error=str(error))
             lent("", b"")
             return
-        region = (KV_REGION if device is None else ON_DEVICE) + secrets.token_hex(16)
-        if device is not None:
-            device.show(span.memory)
+        region = (DEVICE_REGION if twins else KV_REGION) + secrets.token_hex(16)
+        if twins:
+            twins.device.show(span.memory)
         self._transport.register(region, span.memory, ready=span.nbytes, flow=SERVING_FLOW)
         timer = asyncio.get_running_loop().call_later(LENT_S, self.end, region)
         self._lent[region] = span, timer
@@ -105,9 +104,11 @@ class KvImages:
 
     async def _unregister(self, region: str, span: Span) -> None:
         await self._transport.unregister(region)
-        if self._device is not None and region.startswith(ON_DEVICE):
-            self._device.hide(span.memory)
-        self._room.going.give(span)
+        if self._twins and region.startswith(DEVICE_REGION):
+            self._twins.device.hide(span.memory)
+            self._twins.room.going.give(span)
+        else:
+            self._room.going.give(span)
 
     async def _bring(
         self,
@@ -117,24 +118,25 @@ class KvImages:
         pages: KvPages,
         brought: Callable[[bool], None],
     ) -> None:
-        span = None
+        twins = self._twins if region.startswith(DEVICE_REGION) else None
+        coming, span = (twins.room if twins else self._room).coming, None
         try:
-            span = await self._room.coming.take(pages.nbytes)
-            image: Image = span.memory
-            if region.startswith(ON_DEVICE):
-                if self._device is None:
-                    raise TransportError("it lies on the peer's device")
-                image = self._device.twin(span.memory)
-            await self._transport.read(address, region, 0, span.memory, priority=PRIORITY)
+            span = await coming.take(pages.nbytes)
+            image: Image = twins.device.twin(span.memory) if twins else span.memory
+            came = await self._transport.read(address, region, 0, span.memory, priority=PRIORITY)
+            if region.startswith(DEVICE_REGION) and came.way != cuda_ipc.NAME:
+                raise TransportError(f"it lies on the peer's device: {came.way} does not read it")
             right, seconds = await asyncio.to_thread(_filled, pages, image, digest)
             if right:
                 self._copied(pages.nbytes, seconds)
+            else:
+                self._log.warning("KV came damaged", peer=address)
         except Exception as error:  # the KV is computed then
             self._log.warning("KV did not come", peer=address, error=str(error))
             right = False
         finally:
             if span is not None:
-                self._room.coming.give(span)
+                coming.give(span)
         brought(right)
 
 

@@ -6,15 +6,18 @@ other cannot wait for each other. A copy for which there is no room waits behind
 
 import asyncio
 from collections import deque
+from dataclasses import dataclass
 
 from services.node.memory.arena import Arena, Span
+from services.node.memory.device import DeviceArena
 from services.node.memory.views import Memory
 from shared.errors import CapacityExceeded
 
 MOST_BYTES = 256 << 20
 """The most that each of the two memories has. An RDMA device locks both."""
 LEAST_BYTES = 64 << 20
-"""The least that each has: room for four pieces of KV (`services.node.core.lending`)."""
+"""The least that each has, and what their twins have: room for four pieces of KV
+(`services.node.core.lending`)."""
 
 
 class Side:
@@ -73,6 +76,15 @@ class KvRoom:
     def close(self) -> None:
         self.going.close()
         self.coming.close()
+
+
+@dataclass(frozen=True, slots=True)
+class Twins:
+    """Memory for copies on a device. That of the host with the same places is never written to: who
+    reads it by another way than the device's finds zeros there."""
+
+    room: KvRoom
+    device: DeviceArena
 
 
 def room_beside(arena_bytes: int) -> KvRoom:

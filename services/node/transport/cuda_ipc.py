@@ -42,8 +42,8 @@ class CudaIpcDirect(ShmDirect):
         machine: str,
         bytes_per_s: int = 0,
     ) -> None:
-        """`memories`: the host's arena, and what has no place on the device. `exported`: the handle
-        that `landing` exported."""
+        """`memories`: the host's arena, and others. `exported`: the handle that `landing`
+        exported."""
         super().__init__(memories, machine=machine, bytes_per_s=bytes_per_s)
         self._landing = landing
         starts = (landing.start(memory) for memory in memories)
@@ -91,8 +91,6 @@ class CudaIpcOffer(ShmOffer):
         exported, starts = told[:EXPORTED_BYTES], told[EXPORTED_BYTES:]
         opened = None
         try:
-            if len(starts) != _START.size * len(theirs):
-                raise TransportError("the peer does not say where its memories lie on its device")
             opened = await self._landing.open(exported)
         except TransportError as error:
             telemetry.logger(NAME).warning(
@@ -101,8 +99,16 @@ class CudaIpcOffer(ShmOffer):
             )
         device = None
         if opened is not None:
-            device = Theirs(opened, tuple(start for (start,) in _START.iter_unpack(starts)))
+            device = Theirs(opened, _starts(starts, len(theirs)))
         return CudaIpcReader(theirs, self._memories, self._copiers, self._landing, device)
+
+
+def _starts(told: bytes, count: int) -> tuple[int, ...]:
+    """Where the twins of so many memories begin. A peer of an earlier version does not say: it has
+    one of its arena only, which is the first memory."""
+    if len(told) != _START.size * count:
+        return (0, *[-1] * (count - 1))
+    return tuple(start for (start,) in _START.iter_unpack(told))
 
 
 @dataclass(frozen=True, slots=True)

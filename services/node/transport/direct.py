@@ -38,8 +38,9 @@ class DirectReader(Protocol):
         it."""
 
     async def take(self, place: Place, into: memoryview) -> None:
-        """Fills `into`, and for some ways also the same part of the device's arena. Several takes
-        may run at a time.
+        """Fills `into`, and for some ways also the same part of the device's arena. If `into` has a
+        twin on the device, and the bytes lie on the peer's device, it fills only the twin. Several
+        takes may run at a time.
 
         Once a take has ended, in whatever way (cancellation included), nothing writes to `into` any
         more; a cancelled take ends within a bounded time. PeerLost: the way is broken, for all

@@ -48,9 +48,10 @@ def test_a_gpu_alone_has_an_arena_and_several_have_slices_of_the_hosts() -> None
         worker = worker_on(device, device="cuda:1", tensor_parallel=degree)
         assert worker.staging == device.staging
         assert worker._kv_mover() is not None
-    by_the_host = RealParts(NodeConfig(device="cuda:1", device_direct=False)).device(memory)
-    assert by_the_host is not None
-    assert not by_the_host._beside
+    for settings in ({"device_direct": False}, {"kv_moves": "never"}):
+        by_the_host = RealParts(NodeConfig(device="cuda:1", **settings)).device(memory)
+        assert by_the_host is not None
+        assert not by_the_host._beside
     assert RealParts(NodeConfig(device="cuda:1", tensor_parallel=3)).device(memory) is None
     worker = worker_on(None, device="cuda:1", tensor_parallel=3)
     assert worker.staging == "slices of the host arena"

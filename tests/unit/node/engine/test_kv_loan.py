@@ -180,6 +180,30 @@ def test_what_a_sequence_does_not_have_is_not_lent(
     assert available(kv) == 4
 
 
+class Kernels:
+    """What the engine had begun before the loan, for an earlier owner of the pages: it writes to
+    them when it ends."""
+
+    def __init__(self, kv: KvCache) -> None:
+        self._kv = kv
+
+    def synchronize(self) -> None:
+        self._kv.of_layers(MODEL, LAYERS)[:] = -1.0
+
+
+def test_pages_are_filled_once_what_the_engine_had_begun_is_done() -> None:
+    kv = cache()
+    sequence = start(kv, "r#2")
+    kv.extend(sequence, PAGE)
+    loan = kv.lend("r#2", LAYERS, 0, PAGE)
+    loan.written = Kernels(kv)
+    loan.fill(memoryview(bytearray(loan.nbytes)))
+    assert not read(kv, sequence).any()
+    image = memoryview(bytearray(loan.nbytes))
+    loan.read(image)
+    assert set(torch.frombuffer(image, dtype=torch.float32).tolist()) == {-1.0}
+
+
 def test_an_image_of_another_size_is_refused() -> None:
     kv = cache()
     ran(kv, "r#1", TOKENS)

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.node.memory.checksum import _ODD, CHECKSUM_BYTES, checksum
+from services.node.memory.checksum import _MIX, CHECKSUM_BYTES, CHUNK, checksum
 
 WORDS = st.lists(st.integers(0, (1 << 64) - 1), min_size=1, max_size=9)
 
@@ -22,8 +22,10 @@ def raw(words: list[int]) -> bytes:
 
 @given(WORDS)
 def test_it_is_two_sums_of_mixed_words(words: list[int]) -> None:
-    mixed = [word * _ODD % (1 << 64) for word in words]
-    mixed = [word ^ word >> 32 for word in mixed]
+    mixed = words
+    for factor, shift in _MIX:
+        mixed = [word * factor % (1 << 64) for word in mixed]
+        mixed = [word ^ word >> shift for word in mixed]
     plain = sum(mixed)
     placed = sum(word * (2 * place + 1) for place, word in enumerate(mixed))
     assert summed(words) == raw([plain % (1 << 64), placed % (1 << 64)])
@@ -41,6 +43,24 @@ def test_a_bit_that_differs_is_seen(words: list[int], data: st.DataObject) -> No
 @pytest.mark.parametrize("words", [(1, 2), (0, 1 << 63), (5, 5 + (1 << 63)), (1, 7, 1 << 62)])
 def test_words_that_change_places_are_seen(words: tuple[int, ...]) -> None:
     assert summed([words[-1], *words[1:-1], words[0]]) != summed([*words])
+
+
+def test_signs_that_are_all_wrong_are_seen() -> None:
+    """The highest bit of some words next to each other, which is the sign of a number."""
+    numbers = random.Random(2)
+    for _ in range(500):
+        words = [numbers.getrandbits(64) for _ in range(4)]
+        assert summed([word ^ 1 << 63 for word in words]) != summed(words)
+
+
+def test_large_content_is_summed_in_chunks() -> None:
+    content = torch.zeros(CHUNK * 8 + 64, dtype=torch.uint8)
+    seen = {checksum(content)}
+    for place in (0, CHUNK * 8 - 8, CHUNK * 8, CHUNK * 8 + 56):
+        content[place] = 1
+        seen.add(checksum(content))
+        content[place] = 0
+    assert len(seen) == 5
 
 
 def test_a_part_of_a_memory_has_the_checksum_of_its_bytes() -> None:

@@ -1,5 +1,6 @@
 import asyncio
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -74,6 +75,28 @@ def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     on_device = DeviceArena(arena.memory, CPU, SlowLink())
     with pytest.raises(CapacityExceeded, match=r"65536 bytes.*3 GiB are free.*node\.arena_bytes"):
         on_device.__enter__()
+
+
+def test_what_has_no_room_beside_the_arena_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    arena, beside = Arena(1 << 16), Arena(1 << 17)
+    empty = torch.empty
+
+    def small(nbytes: int, **more: Any) -> torch.Tensor:
+        if nbytes > 1 << 16:
+            raise RuntimeError("CUDA out of memory")
+        return empty(nbytes, **more)
+
+    monkeypatch.setattr(torch, "empty", small)
+    driver = HostDriver(Machine())
+    on_device = DeviceArena(
+        arena.memory, CPU, SlowLink(), lambda ordinal: driver, beside=[beside.memory]
+    )
+    with capture_logs() as logs, on_device:
+        assert on_device.landing is not None
+        assert not on_device.has_twins
+        assert on_device.landing.start(beside.memory) is None
+    (warning,) = (line for line in logs if line["log_level"] == "warning")
+    assert warning["lacks_bytes"] == 1 << 17
 
 
 async def test_a_block_from_elsewhere_is_refused() -> None:

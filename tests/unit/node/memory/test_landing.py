@@ -111,6 +111,11 @@ async def test_what_comes_to_a_twin_stays_on_the_device(ours: Gpu, theirs: Gpu) 
     assert not ours.landing.holds(into), "nobody has shown it"
 
 
+async def test_no_adapter_writes_to_a_twin(ours: Gpu) -> None:
+    with pytest.raises(BadInput, match="beside the node's arena"):
+        await ours.landing.land(ours.beside.allocate(NBYTES).memory)
+
+
 def test_a_twin_is_found_while_it_is_shown(ours: Gpu) -> None:
     lent, behind = (ours.beside.allocate(NBYTES).memory for _ in range(2))
     assert not ours.landing.holds(lent)

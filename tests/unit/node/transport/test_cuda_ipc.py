@@ -257,19 +257,22 @@ async def test_places_that_are_not_the_peers(reader: Node, connected: CudaIpcRea
     assert reader.driver.copied == []
 
 
-async def test_a_peer_of_another_version_shares_the_hosts_memory(
+async def test_a_peer_of_an_earlier_version_has_its_arena_on_its_device(
     source: Node, reader: Node
 ) -> None:
-    """One that says only how its device memory is opened, and not what lies where."""
+    """It says only how its device memory is opened, and not what lies where."""
     async with source.direct() as there, reader.direct() as here:
         there._beside = there._beside[:EXPORTED_BYTES]
         offer = here.offer()
         accepted = there.accept(offer.data)
         assert accepted is not None
-        with capture_logs() as logs:
-            connected = await offer.complete(accepted[0])
-        assert connected.name == "shm"
-        assert [line["log_level"] for line in logs] == ["warning"]
+        connected = await offer.complete(accepted[0])
+        await source.hold()
+        into = reader.block()
+        await connected.take(Place(ON_DEVICE, 0), into)
+        assert bytes(into) == WHOLE
+        with pytest.raises(ProtocolViolation, match="not on its device"):
+            await connected.take(Place(ON_DEVICE | 2, 0), into)
         connected.close()
 
 
