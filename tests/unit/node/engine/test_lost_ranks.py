@@ -211,7 +211,8 @@ def test_a_team_is_lost_while_blocks_come(choosing: Callable[..., Chosen]) -> No
         memory = made._arena.allocate(len(buffer)).memory
         memory[:] = buffer
         made.engine.attach(MODEL, block, memory)
-    assert made.engine.held(MODEL) == frozenset(range(2, model.n_blocks))
+    # The first one is attached when the loss is seen: rows begin with it, and wait for the others.
+    assert made.engine.held(MODEL) == frozenset(range(model.n_blocks)) - {1}
     regroup(made.engine)
     assert made.engine.held(MODEL) == frozenset(range(model.n_blocks))
     assert made.generate({MODEL: model})[MODEL] == model.expected_tokens(PROMPT, COUNT)
