@@ -1,7 +1,7 @@
 """Who is better at equal cost: frontiers of TTFT p90 against device seconds, on recorded windows.
 
 Run: `.venv/bin/python -m benchmarks.frontier --traces DIR [--seeds N] [--results FILE] [WINDOW]...`
-A run takes 5 to 20 s of one core, and a window up to 56 runs for each seed. FILE keeps every run. A
+A run takes 3 to 20 s of one core, and a window up to 84 runs for each seed. FILE keeps every run. A
 run that is in it is not made again, so that the benchmark goes on where it was cut off. Take a new
 file for a new tree.
 
@@ -51,6 +51,8 @@ TAIL_S = 30.0
 """Device seconds are counted until this long after the window's end, for every system."""
 SLOTS = 16
 KEPT_S = (2.0, 0.5)
+TARGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
+"""How full a replica is meant to be."""
 OBJECTIVE_MS = 500.0
 
 
@@ -92,17 +94,16 @@ WINDOWS = (
 
 def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
     """What a system is run with. All have the same times for which replicas are kept, and equally
-    many settings. Ours, and the ideal one that has our scaler, are run with an objective as well;
-    the others know none. The least number of replicas is 0 for many models."""
+    many settings. Ours, and the ideal one that has our scaler, are run with an objective instead of
+    the lowest target; the others know none. The least number of replicas is 0 for many models."""
     if at.many:
         full = (1.0, 0.5) if system in (OURS, BLITZSCALE) else (1.0,)
         knobs = tuple(Knobs(kept_s, 0, full[0]) for kept_s in (0.5, 2.0, 8.0, 30.0))
         return (*knobs, *(Knobs(2.0, 0, each) for each in full[1:]))
     if system in (OURS, IDEAL):
-        filled = ((1.0, None), (1.0, OBJECTIVE_MS), (0.75, None), (0.5, None))
+        filled = ((1.0, OBJECTIVE_MS), *((target, None) for target in TARGETS[:-1]))
         return tuple(Knobs(kept_s, 1, *each) for kept_s, each in product(KEPT_S, filled))
-    targets = (1.0, 0.75, 0.5, 0.35) if system == BLITZSCALE else (1.0, 0.5, 0.25, 0.125)
-    return tuple(Knobs(kept_s, 1, target) for kept_s, target in product(KEPT_S, targets))
+    return tuple(Knobs(kept_s, 1, target) for kept_s, target in product(KEPT_S, TARGETS))
 
 
 def setting(at: Window, folder: Path, seed: int) -> Setting:
