@@ -126,6 +126,7 @@ TOPICS = (
     Topic(subjects.node_cancel(_NODE_ID), says=GATEWAY, hears=NODE),
     Topic(subjects.compiled(_ANY), says=NODE, hears=NODE),
     # --- gateways ---
+    Topic(subjects.GATEWAYS_GONE, says=GATEWAY, hears=NODE),
     Topic(subjects.LOAD_GATEWAY, says=GATEWAY, hears=PLANNER | GATEWAY | OPERATOR),
     Topic(subjects.LOAD_TENANTS, says=GATEWAY, hears=GATEWAY),
     Topic(subjects.gateway_tokens(_GATEWAY_ID), says=NODE, hears=GATEWAY),

@@ -49,6 +49,9 @@ EVENTS = f"{ROOT}.events"
 ARRIVALS = f"{ROOT}.arrivals"
 """BlockArrived and PullFailed, from nodes; FirstPartialToken, from gateways."""
 
+GATEWAYS_GONE = f"{ROOT}.gateways.gone"
+"""GatewayGone, from gateways."""
+
 # --- load ---
 LOAD_GATEWAY = f"{ROOT}.load.gateway"
 LOAD_TENANTS = f"{ROOT}.load.tenants"

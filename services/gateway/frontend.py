@@ -24,6 +24,7 @@ from services.gateway.core.commands import (
     Send,
     Served,
     Switched,
+    TellOfGone,
     Withdraw,
 )
 from services.gateway.core.dispatch import Dispatch
@@ -40,7 +41,7 @@ from shared.messages import Message, Ok, Ping
 from shared.messages.instances import InstanceSet
 from shared.messages.load import GatewayLoad
 from shared.messages.scaling import FirstPartialToken
-from shared.messages.serving import Distrust, Submit, Tokens
+from shared.messages.serving import Distrust, GatewayGone, Submit, Tokens
 
 SUBMIT_TIMEOUT_S = 3.0
 PING_TIMEOUT_S = 0.3
@@ -173,6 +174,9 @@ class Frontend:
                 self._spawn(self._judge(command), f"judge {command.request}")
             case AskWhoDied():
                 self._spawn(self._find_dead(command), "who died")
+            case TellOfGone(gateway):
+                gone = GatewayGone(gateway=gateway)
+                self._spawn(self._publish(subjects.GATEWAYS_GONE, gone), f"{gateway} is gone")
             case Broken():
                 raise command.error
 

@@ -11,7 +11,7 @@ from shared.bus.base import Bus
 from shared.errors import BusError, LambdaScaleError, NoResponders
 from shared.ids import GatewayId, NodeId, RequestId
 from shared.messages import Ok, Ping
-from shared.messages.serving import AttemptFailed, Cancel, Submit, Tokens
+from shared.messages.serving import AttemptFailed, Cancel, GatewayGone, Submit, Tokens
 
 LOOK_S = 5.0
 """Seconds between looks at the gateways. One that was not connected at two looks is gone: a
@@ -63,6 +63,12 @@ class Owners:
             )
             if failed:
                 yield gateway, Tokens(node=self._node, tokens=(), failed=failed)
+
+    async def hear(self, message: GatewayGone) -> None:
+        """Another gateway has not heard it for a while, so that one look is enough here."""
+        gateway = message.gateway
+        if gateway in self._attempts and not await self._listens(gateway):
+            self._give_up(gateway)
 
     async def watch(self) -> None:
         """Cancels what belongs to gateways that are gone, without end."""

@@ -57,7 +57,7 @@ from shared.messages.scaling import (
     ModelImported,
     ReleaseModel,
 )
-from shared.messages.serving import Distrust, Tokens
+from shared.messages.serving import Distrust, GatewayGone, Tokens
 from shared.messages.story import StoryQuery, Told
 from shared.service import Service
 from shared.story import Transition
@@ -366,6 +366,8 @@ class NodeService(Service):
             self.own(await bus.subscribe(subject, On(ReportStatus, self._on_report)))
         distrust = On(Distrust, self._doubt.hear)
         self.own(await bus.subscribe(subjects.node_distrust(node), distrust))
+        gone = On(GatewayGone, self._owners.hear)
+        self.own(await bus.subscribe(subjects.GATEWAYS_GONE, gone))
         self.own(await bus.serve(subjects.node_plan(node), ApplyPlan, self._apply))
         self.own(await bus.serve(subjects.node_release(node), ReleaseModel, self._release))
         self.own(await bus.serve(subjects.node_import(node), ImportModel, self._import))

@@ -170,6 +170,14 @@ class Logprobs(msgspec.Struct, frozen=True, array_like=True):
     """(token, log probability) of the most probable tokens, the best first."""
 
 
+class GatewayGone(Message, frozen=True, kw_only=True, tag="gateway_gone"):
+    """Gateway -> all nodes: another gateway is not heard any more. A node that finds that it is not
+    connected either ends its attempts: its clients come again elsewhere, and an attempt that nobody
+    reads would run beside theirs."""
+
+    gateway: GatewayId
+
+
 class Token(msgspec.Struct, frozen=True, array_like=True):
     request: RequestId
     attempt: int

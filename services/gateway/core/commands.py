@@ -5,7 +5,7 @@ import msgspec
 
 from services.gateway.core.routing import Switch
 from shared.errors import LambdaScaleError
-from shared.ids import InstanceId, ModelId, ModelName, NodeId, RequestId
+from shared.ids import GatewayId, InstanceId, ModelId, ModelName, NodeId, RequestId
 from shared.messages.instances import Instance
 from shared.messages.serving import Cancel, Logprobs, Submit
 
@@ -128,6 +128,12 @@ class AskWhoDied(_Command, frozen=True):
     nodes: tuple[NodeId, ...]
 
 
+class TellOfGone(_Command, frozen=True):
+    """Tell nodes that another gateway is not heard any more: what it began may run for nobody."""
+
+    gateway: GatewayId
+
+
 class Broken(_Command, frozen=True):
     """Log that a model's state could not be trusted any more, and was made anew."""
 
@@ -138,4 +144,4 @@ class Broken(_Command, frozen=True):
 Piece = Scored | Emit | End
 """The pieces that a request's client gets, in order."""
 Record = Resumed | Opened | Checked | Served | Switched
-Command = Send | Withdraw | Piece | Record | AskWhetherAlive | AskWhoDied | Broken
+Command = Send | Withdraw | Piece | Record | AskWhetherAlive | AskWhoDied | TellOfGone | Broken

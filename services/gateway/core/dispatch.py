@@ -13,7 +13,7 @@ from typing import TypeVar, TypeVarTuple
 
 from services.gateway.core import streams, validation
 from services.gateway.core.breaker import State as Health
-from services.gateway.core.commands import Broken, Command, End
+from services.gateway.core.commands import Broken, Command, End, TellOfGone
 from services.gateway.core.ledger import Ledger, Rules
 from services.gateway.core.model import Model
 from services.gateway.core.others import Changed, Others
@@ -279,7 +279,9 @@ class Dispatch:
         """Looks for requests that waited too long, and for instances that may be tried again. To be
         called every few 10 ms while there are requests."""
         self._begin("time", now)
-        self._hear_others(self._ledger.others.forget_silent(now), now)
+        for gateway in self._ledger.others.silent(now):
+            self._hear_others(self._ledger.others.forget(gateway), now)
+            self._ledger.out.append(TellOfGone(gateway, cause=self._ledger.cause))
         for model in list(self._models.values()):
             self._guard(model, now, model.tick, now)
             if model.over:

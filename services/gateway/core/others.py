@@ -78,13 +78,16 @@ class Others:
         self._replace(known, said, changed)
         return changed
 
-    def forget_silent(self, now: float) -> Changed:
-        """Forgets gateways that have gone."""
+    def silent(self, now: float) -> list[GatewayId]:
+        """Gateways that were not heard for SILENT_S."""
+        found = self._gateways.items()
+        return [name for name, known in found if now - known.heard_at > SILENT_S]
+
+    def forget(self, gateway: GatewayId) -> Changed:
+        """The gateway has gone."""
         changed: Changed = {}
-        for name, known in list(self._gateways.items()):
-            if now - known.heard_at > SILENT_S:
-                del self._gateways[name]
-                self._replace(known, {model: {} for model in known.models}, changed)
+        known = self._gateways.pop(gateway)
+        self._replace(known, {model: {} for model in known.models}, changed)
         return changed
 
     def _replace(

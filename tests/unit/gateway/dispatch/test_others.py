@@ -1,6 +1,6 @@
 """Several gateways over the same instances: what the others have running counts."""
 
-from services.gateway.core.commands import Command
+from services.gateway.core.commands import Command, TellOfGone
 from services.gateway.core.others import SILENT_S
 from shared.ids import GatewayId, InstanceId
 from shared.messages.load import GatewayLoad, ModelLoad
@@ -74,7 +74,11 @@ def test_a_gateway_that_is_silent_is_forgotten() -> None:
     hear(driver, said("other", {only.id: 1}))
     assert not sent(driver.admit("a"))
     driver.now += SILENT_S + 0.1
-    assert names(driver.dispatch.on_tick(driver.now)) == ["a"]
+    commands = driver.dispatch.on_tick(driver.now)
+    assert names(commands) == ["a"]
+    gone = [each.gateway for each in commands if isinstance(each, TellOfGone)]
+    assert gone == ["other"], "nodes hear of it"
+    assert not driver.dispatch.on_tick(driver.now)
     driver.dispatch.validate()
 
 

@@ -7,6 +7,7 @@ import pytest
 from services.node import owners
 from shared import subjects
 from shared.messages.pool import NodeStatus
+from shared.messages.serving import GatewayGone
 from tests.unit.node.cluster import GATEWAY, Nodes, nodes
 from tests.unit.node.service.builders import SLOW
 
@@ -18,6 +19,26 @@ def free(up: Nodes) -> bool:
     return bool(said) and not said[-1].running
 
 
+async def hang_up(up: Nodes) -> None:
+    for subscription in up.bus.subscriptions:
+        if subscription.subject == TOKENS:
+            await subscription.close()
+
+
+async def ended(up: Nodes) -> None:
+    """The request ends, and its node says why."""
+    await up.statuses.until(lambda: free(up))
+    told = await up.services["a"].story("r")
+    assert any(step.cause == GATEWAY for step in told)
+
+
+async def begun(up: Nodes) -> None:
+    """A request is under way."""
+    await up.submit("a", max_tokens=400)
+    await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
+    await up.statuses.until(lambda: not free(up))
+
+
 async def test_attempts_of_a_gateway_that_is_gone_end(
     tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -26,12 +47,22 @@ async def test_attempts_of_a_gateway_that_is_gone_end(
     async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
         await up.promoted("a")
         assert len(await up.generate("a", request="lives")) == 8, "somebody listens"
-        await up.submit("a", max_tokens=400)
-        await up.tokens.until(lambda: len(up.tokens_of("r")) >= 2)
-        await up.statuses.until(lambda: not free(up))
-        for subscription in up.bus.subscriptions:
-            if subscription.subject == TOKENS:
-                await subscription.close()
-        await up.statuses.until(lambda: free(up))
-        told = await up.services["a"].story("r")
-        assert any(step.cause == GATEWAY for step in told)
+        await begun(up)
+        await hang_up(up)
+        await ended(up)
+
+
+async def test_they_end_at_once_if_another_gateway_misses_it_too(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owners, "LOOK_S", 1000.0)
+    monkeypatch.setattr(owners, "ASK_TIMEOUT_S", 0.02)
+    async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
+        await up.promoted("a")
+        await begun(up)
+        gone, before = GatewayGone(gateway=GATEWAY), len(up.tokens_of("r"))
+        await up.bus.publish(subjects.GATEWAYS_GONE, gone)
+        await up.tokens.until(lambda: len(up.tokens_of("r")) >= before + 10)  # it is there
+        await hang_up(up)
+        await up.bus.publish(subjects.GATEWAYS_GONE, gone)
+        await ended(up)
