@@ -90,6 +90,7 @@ class Process(Generic[S]):
     async def _run(self) -> None:
         own_clock.set(self._clock)  # for this task, and all that begins in it
         while not self._ending.is_set():
+            self._opened = False
             try:
                 await self._live()
                 return

@@ -9,7 +9,7 @@ import pytest
 from shared.bus.base import Bus
 from shared.bus.memory import MemoryBus
 from shared.clock import wall_ns
-from shared.errors import Conflict
+from shared.errors import Conflict, Superseded
 from shared.ids import RequestId
 from shared.messages import Message, Ok, Ping
 from shared.messages.serving import Cancel
@@ -151,6 +151,28 @@ def test_without_a_bus_it_is_begun_again_until_there_is_one() -> None:
 
     assert 20 <= loop.run(work()) < 26
     assert world.log == ["open", "drained"]
+
+
+async def lose_its_role() -> None:
+    raise Superseded("not active now")
+
+
+def test_so_is_one_that_has_lost_its_role_while_there_is_no_bus() -> None:
+    world = World()
+
+    async def work() -> None:
+        async with asyncio.TaskGroup() as group:
+            process = world.process()
+            await process.begin(group)
+            world.broker.fail()
+            asyncio.get_running_loop().call_later(20, world.broker.recover)
+            process.running.spawn(lose_its_role(), name="loses its role")
+            await asyncio.sleep(30)
+            assert await world.answers()
+            await process.stop()
+
+    loop.run(work())
+    assert world.log == ["open", "open", "drained"]
 
 
 def test_one_may_be_stopped_while_it_waits_for_a_bus() -> None:
