@@ -223,6 +223,9 @@ class NodeParts:
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
+            disk_bytes_per_s=round(
+                spec.hardware.ssd_bytes_per_s * spec.disk_speed(index) / spec.unit
+            ),
             kv_moves=spec.kv_moves,
             rack=spec.rack(index),
             trunk_bytes_per_s=round(spec.trunk_bytes_per_s / spec.unit),

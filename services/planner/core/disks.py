@@ -7,7 +7,8 @@ one after the other, in the order in which they asked. A large load that runs ke
 waiting, since that is over sooner; and what is read for lower priorities keeps nobody waiting.
 """
 
-from collections import Counter
+import math
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
@@ -31,16 +32,22 @@ class Read:
     priority: int
     share: float = 1.0
     """For which share of the time it keeps the disks busy."""
+    seconds: float = math.inf
+    """For how much longer it reads them if nothing else does; inf: not known."""
 
 
-def may_begin(new: Read, running: Iterable[Read]) -> bool:
-    """Whether a load begins beside those that run: it does if it finds a disk that these do not
-    keep busy."""
-    used = Counter[str]()
+def begins_in(new: Read, running: Iterable[Read]) -> float:
+    """Seconds until a load begins beside those that run, by what is known now: until it finds a
+    disk that these do not keep busy. inf: not known."""
+    used, left = defaultdict[str, float](float), defaultdict[str, float](float)
     for read in running:
         if read.nbytes <= new.nbytes and read.priority >= new.priority:
-            used.update(dict.fromkeys(read.disks, read.share))
-    return not new.disks or min(used[disk] for disk in new.disks) < BUSY
+            for disk in read.disks:
+                used[disk] += read.share
+                left[disk] += read.share * read.seconds
+    if not new.disks or min(used[disk] for disk in new.disks) < BUSY:
+        return 0.0
+    return min(left[disk] for disk in new.disks)
 
 
 def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> frozenset[str]:
@@ -48,11 +55,15 @@ def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> froze
     return frozenset(machine(infos, node) for node in nodes)
 
 
-def share(links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]) -> float:
-    """For which share of the time the disks of nodes are read that send to these targets: less than
-    1 if a target's link is slower than all of them together."""
+def pace(
+    links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]
+) -> tuple[float, float]:
+    """bytes/s that the disks of nodes read which send to these targets (0: not known), and for
+    which share of the time they do: less than 1 if a target's link is slower than all of them
+    together."""
     ports = [port for port in map(links.port, targets) if port is not None]
-    read = sum(map(links.disk_rate, apart(links.nodes, nodes)))
-    if not read or not ports or not set(targets).isdisjoint(nodes):
-        return 1.0
-    return min(1.0, min(port.into for port in ports) / read)
+    disks, share = apart(links.nodes, nodes), 1.0
+    read = sum(map(links.disk_rate, disks))
+    if read and ports and set(targets).isdisjoint(nodes):
+        share = min(1.0, min(port.into for port in ports) / read)
+    return (share * read if links.are_timed(disks) else 0.0), share

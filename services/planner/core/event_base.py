@@ -12,8 +12,7 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
-from services.planner.core.disks import Read, disks_of
-from services.planner.core.disks import share as disk_share
+from services.planner.core.disks import Read, disks_of, pace
 from services.planner.core.event_phases import (
     STEPS,
     Case,
@@ -159,12 +158,15 @@ class EventBase:
         """What it reads from disks. None: nothing, or nothing more.
 
         Models that wait ask every event again and again, and one of a thousand targets has much to
-        look through. So what was found counts for READ_S, until there is another plan."""
+        look through. So what was found counts for READ_S, until there is another plan, or until it
+        should be over."""
         if self.over:
             return None
         at, plan = self._desk.at, (self.record.state, self.record.revision)
         if self._read_of != plan or at >= self._read_until:
-            self._read, self._read_of, self._read_until = self._find_read(), plan, at + READ_S
+            self._read, self._read_of = self._find_read(), plan
+            left_s = self._read.seconds if self._read is not None else NEVER
+            self._read_until = at + min(READ_S, left_s)
         return self._read
 
     def _find_read(self) -> Read | None:
@@ -180,8 +182,9 @@ class EventBase:
             return None
         missing = frozenset[int]().union(*lacking.values())
         nbytes = sum(sizes[block] for block in missing)
-        share = disk_share(self._links(), nodes, self.record.targets)
-        return Read(disks_of(cluster.nodes, nodes), nbytes, model.priority, share)
+        rate, share = pace(self._links(), nodes, self.record.targets)
+        seconds = nbytes / rate if rate else NEVER
+        return Read(disks_of(cluster.nodes, nodes), nbytes, model.priority, share, seconds)
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""

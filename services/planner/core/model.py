@@ -5,7 +5,6 @@ members and the instances over them, `standing` and `releases` the nodes that le
 """
 
 from collections.abc import Collection, Iterator, Mapping
-from math import inf
 
 from services.planner.core.arbiter import Claim, GiveWay, Grade, Replica
 from services.planner.core.arrivals import News
@@ -17,7 +16,7 @@ from services.planner.core.forecast import Expected, expected_of
 from services.planner.core.journal import Journal
 from services.planner.core.releases import Releases
 from services.planner.core.replicas import NEVER, Replicas
-from services.planner.core.rooms import Rooms
+from services.planner.core.rooms import Rooms, Turn
 from services.planner.core.standing import Standing, State
 from services.planner.core.stimuli import Answer, Failed, PathsPlanned
 from shared.errors import BadInput, CapacityExceeded, Conflict
@@ -175,9 +174,9 @@ class ModelMachine:
         self._replicas.on_more_room()
 
     @property
-    def turn(self) -> tuple[int, float]:
+    def turn(self) -> Turn:
         """Models with the least turn get free memory first."""
-        return -self.record.priority, self._replicas.waits_since_ns or inf
+        return self._replicas.turn
 
     def decide_soon(self) -> None:
         self._replicas.decide_soon()

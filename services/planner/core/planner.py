@@ -76,7 +76,7 @@ AGAIN_S = 1.0
 LEAST_WAIT_S = 0.001
 NEVER = float("inf")
 ANSWERS = (Replied, PoolRead, Pinged, Planned, Repaired, Appended, PathsPlanned, Failed)
-STRAYS, LOST = ".strays", ".lost"
+STRAYS, LOST, TURN = ".strays", ".lost", ".turn"
 """Names of the planner's own alarms."""
 
 
@@ -130,6 +130,7 @@ class Planner:
             if desk.room_freed:
                 desk.room_freed = False
                 self._machines.tell_of_room()
+        self._alarms.bring_forward(TURN, self._machines.rooms.turn_at)
         wake_at = max(self._alarms.next, now.at + LEAST_WAIT_S)
         if wake_at < self._woken_at:
             self._woken_at = wake_at
@@ -240,6 +241,9 @@ class Planner:
         elif name == STRAYS:
             self._alarms.set(STRAYS, at + self._desk.settings.stray_s / LOOKS_PER_STRAY)
             self._free_strays()
+        elif name == TURN:
+            self._machines.rooms.turn_at = NEVER
+            self._desk.room_freed = True
         elif name == LOST:
             self._alarms.set(LOST, at + LOST_S)
             for ticket in self._desk.lost():

@@ -22,7 +22,7 @@ from services.planner.core.instances import Member
 from services.planner.core.journal import Journal
 from services.planner.core.ledger import expected
 from services.planner.core.releases import Releases
-from services.planner.core.rooms import Rooms
+from services.planner.core.rooms import Rooms, Turn
 from services.planner.core.scaling import Decision
 from services.planner.core.sizing import Sizing
 from services.planner.core.standing import Standing, State
@@ -149,6 +149,11 @@ class Replicas:
         """A new node may be what the last event lacked."""
         self._retry_at, self._failed = float("-inf"), 0
         self.decide_soon()
+
+    @property
+    def turn(self) -> Turn:
+        """Models with the least turn get free memory and disks first."""
+        return -self.record.priority, self.waits_since_ns or NEVER
 
     def on_more_room(self) -> None:
         """Memory was freed, or another event has ended."""
@@ -332,7 +337,7 @@ class Replicas:
 
     def _has_turn(self, needs: Needs) -> bool:
         """Whether the disks that a load needs are not kept busy by others."""
-        why = self._rooms.disks_for(self.record)
+        why = self._rooms.disks_for(self.record, self.turn)
         if why:
             self._no_room = False
             self._say_why(len(needs), "disks", why)

@@ -4,19 +4,24 @@ Room that a model was told of is promised to it: until the model has taken it, o
 other model may. What gives way is told after the stimulus has been handled.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
-from services.planner.core.disks import Read, disks_of, may_begin
+from services.planner.core.disks import Read, begins_in, disks_of
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import Duty, ModelRecord, Tier
 
 PROMISE_S = 3.0
 """Seconds after which a promise ends whose model no longer asks. Models that wait ask every
 second."""
+
+
+Turn = tuple[int, float]
+"""Of a lower priority, or for less time: waits for others."""
 
 
 @dataclass(slots=True)
@@ -35,7 +40,7 @@ class Rooms:
         desk: Desk,
         claims: Callable[[ModelId], list[Claim]],
         loading: Callable[[int], Iterable[NodeId]],
-        reads: Callable[[ModelId], Iterable[Read]],
+        reads: Callable[[ModelId], Sequence[Read]],
     ) -> None:
         """`claims`: asks all models on behalf of this one. `loading`: the targets of running
         events that do not give way to a model of this priority. `reads`: what running events read
@@ -44,6 +49,10 @@ class Rooms:
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
         """Models that have found no room, and want some."""
+        self.turn_at = math.inf
+        """When those that wait for disks are to ask again, if nothing happens before."""
+        self._for_disks: dict[ModelId, tuple[Turn, Read]] = {}
+        """Models that wait for disks, and what they read from them."""
         self._desk = desk
         self._claims = claims
         self._loading = loading
@@ -99,21 +108,36 @@ class Rooms:
                 )
         return room
 
-    def disks_for(self, model: ModelRecord) -> str:
+    def disks_for(self, model: ModelRecord, turn: Turn) -> str:
         """Why a load of the model waits until others have read the disks that it needs; empty: it
-        may begin."""
+        may begin. `turn`: models with the least turn are first."""
         cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
+        self._for_disks.pop(model.model_id, None)
         if cluster.in_memory(model.model_id, every):
             return ""
         disks = disks_of(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
         new, running = Read(disks, model.nbytes, model.priority), self._reads(model.model_id)
-        if may_begin(new, running):
-            return ""
+        wait_s = begins_in(new, running)
+        if not wait_s:
+            first = self._first(turn, running)
+            if first is None:
+                return ""
+            del self._for_disks[first]  # it says so again if it still wants them
+            self._desk.room_freed = True
+        self._for_disks[model.model_id] = turn, new
+        self.turn_at = min(self.turn_at, self._desk.at + wait_s)
         self.waiting.add(model.model_id)
         for promise in self._promises.values():
             if promise.model == model.model_id and self._desk.at < promise.until:
                 promise.until = self._desk.at + PROMISE_S
         return f"others are being read from {', '.join(sorted(disks))}"
+
+    def _first(self, turn: Turn, running: Sequence[Read]) -> ModelId | None:
+        """A model that has waited for disks for longer, and may begin now, too."""
+        for model, (theirs, read) in self._for_disks.items():
+            if theirs < turn and not begins_in(read, running):
+                return model
+        return None
 
     def _promise(self, node: NodeId, claimant: Claim, *, made: bool) -> None:
         known = self._promises.get(node)

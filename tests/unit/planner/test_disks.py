@@ -1,10 +1,12 @@
 """Loads that keep a disk busy come one after the other."""
 
+import math
+
 import msgspec
 import pytest
 
 from services.planner.core import commands
-from services.planner.core.disks import BUSY, Read, disks_of, may_begin, share
+from services.planner.core.disks import BUSY, Read, begins_in, disks_of, pace
 from services.planner.core.event_base import READ_S
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.links import Links
@@ -27,47 +29,52 @@ from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 A, B = NodeId("a"), NodeId("b")
 
 
+NOW, UNKNOWN = 0.0, math.inf
+
+
 @pytest.mark.parametrize(
-    ("running", "begins"),
+    ("running", "expected"),
     [
-        ([], True),
-        ([Read([A], 10, 0)], False),
-        ([Read([A], 3, 0)], False),
-        ([Read([A], 11, 0)], True),  # it is over later than the new one
-        ([Read([A], 10, -1)], True),
-        ([Read([A], 10, 1)], False),
-        ([Read([B], 10, 0)], True),
-        ([Read([A], 10, 0, 0.4)], True),  # its target's link is slow
-        ([Read([A], 10, 0, 0.4), Read([A], 10, 0, 0.4)], False),
+        ([], NOW),
+        ([Read([A], 10, 0)], UNKNOWN),
+        ([Read([A], 3, 0, seconds=3.0)], 3.0),
+        ([Read([A], 11, 0, seconds=3.0)], NOW),  # it is over later than the new one
+        ([Read([A], 10, -1, seconds=3.0)], NOW),
+        ([Read([A], 10, 1, seconds=3.0)], 3.0),
+        ([Read([B], 10, 0, seconds=3.0)], NOW),
+        ([Read([A], 10, 0, 0.4, 3.0)], NOW),  # its target's link is slow
+        ([Read([A], 10, 0, 0.4, 3.0), Read([A], 10, 0, 0.4, 2.0)], 2.0),  # each keeps it for 40 %
+        ([Read([A], 10, 0, seconds=3.0), Read([A], 10, 0, seconds=2.0)], 5.0),
     ],
 )
-def test_a_load_waits_while_its_disk_is_busy(running: list[Read], begins: bool) -> None:
-    assert may_begin(Read([A], 10, 0), running) == begins
+def test_a_load_waits_while_its_disk_is_busy(running: list[Read], expected: float) -> None:
+    assert begins_in(Read([A], 10, 0), running) == expected
 
 
 def test_one_disk_that_is_free_is_enough() -> None:
-    new = Read([A, B], 10, 0)
-    assert may_begin(new, [Read([A], 10, 0)])
-    assert not may_begin(new, [Read([A], 10, 0), Read([B], 10, 0)])
-    assert may_begin(Read([], 10, 0), [Read([A], 10, 0)])
+    new, of_a = Read([A, B], 10, 0), Read([A], 10, 0, seconds=2.0)
+    assert begins_in(new, [of_a]) == NOW
+    assert begins_in(new, [of_a, Read([B], 10, 0, seconds=1.0)]) == 1.0
+    assert begins_in(Read([], 10, 0), [of_a]) == NOW
 
 
 @pytest.mark.parametrize(
     ("disks", "targets", "link", "expected"),
     [
-        ([A], [B], 100, 1.0),
-        ([A], [B], 25, 0.5),
-        ([A], [B], 0, 1.0),  # not known
-        ([A], [A], 25, 1.0),  # its own disk
-        ([], [B], 25, 1.0),
+        ([A], [B], 100, (50.0, 1.0)),
+        ([A], [B], 25, (25.0, 0.5)),
+        ([A], [B], 0, (50.0, 1.0)),  # not known
+        ([A], [A], 25, (50.0, 1.0)),  # its own disk
+        ([], [B], 25, (0.0, 1.0)),
+        ([B], [A], 100, (0.0, pytest.approx(1e-7))),  # the disk was not measured
     ],
 )
 def test_a_slow_link_leaves_disks_idle(
-    disks: list[NodeId], targets: list[NodeId], link: int, expected: float
+    disks: list[NodeId], targets: list[NodeId], link: int, expected: tuple[float, float]
 ) -> None:
     infos = {node: msgspec.structs.replace(info(node), link_bytes_per_s=link) for node in (A, B)}
     links = Links(infos, {A: Profile(load_bytes_per_s=50.0)}, 0, 0.0)
-    assert share(links, disks, targets) == expected
+    assert pace(links, disks, targets) == expected
     assert BUSY > 0.5
 
 
@@ -111,6 +118,13 @@ def load(driver: Driver, target: str, disk: str) -> None:
         driver.answer(plan, Ok())
 
 
+def all_read(driver: Driver, name: str) -> None:
+    """The model's event has read all, and nobody was told so far."""
+    event = driver.core._machines.by_id[id_of(name)].event
+    assert event is not None
+    event.read = lambda: None  # type: ignore[method-assign]
+
+
 def test_others_have_their_turn_in_the_order_in_which_they_asked() -> None:
     driver = on_disks(*map(model, ("one", "two", "three")))
     driver.load(1, name="one", gateway="g1")
@@ -127,6 +141,56 @@ def test_others_have_their_turn_in_the_order_in_which_they_asked() -> None:
     load(driver, "c", "a")
     driver.status("c", Holding(id_of("three"), Tier.GPU, EVERY), free=600)
     assert asked_for(driver) == [id_of("two")]
+
+
+def test_who_has_waited_goes_before_who_comes_when_the_disk_is_free() -> None:
+    driver = on_disks(*map(model, ("one", "two", "three")))
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    driver.wait(0.01)
+    all_read(driver, "one")
+    driver.load(1, name="three", gateway="g3")
+    assert asked_for(driver) == [id_of("two")]
+
+
+def test_who_waits_asks_again_when_the_disk_should_be_free() -> None:
+    size = sum(model("one").block_bytes)
+    driver = on_disks(*map(model, ("one", "two")), disk_bytes_per_s=2.0 * size)
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    all_read(driver, "one")
+    driver.wait(0.4)
+    assert asked_for(driver) == []
+    driver.wait(0.1)
+    assert asked_for(driver) == [id_of("two")]
+    assert driver.core._machines.rooms.turn_at == math.inf
+
+
+def test_nobody_waits_for_who_wants_the_disk_no_longer() -> None:
+    driver = on_disks(*map(model, ("one", "two", "three")))
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    driver.wait(0.01)
+    driver.load(0, name="two", gateway="g2")
+    all_read(driver, "one")
+    driver.load(1, name="three", gateway="g3")
+    assert asked_for(driver) == [id_of("three")]
+
+
+def test_nobody_waits_for_who_waits_for_another_disk() -> None:
+    driver = on_disks(*map(model, ("one", "two", "three")))
+    for node, *names in (("a", "one", "two"), ("d", "three")):
+        held = [Holding(id_of(name), Tier.DISK, EVERY) for name in names]
+        driver.status(node, *held, free=1000, load_bytes_per_s=100.0)
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    driver.wait(0.01)
+    driver.load(1, name="three", gateway="g3")
+    assert asked_for(driver) == [id_of("three")]
 
 
 def test_another_disk_is_another_turn() -> None:
@@ -188,6 +252,24 @@ def test_what_an_event_reads_is_looked_up_now_and_then() -> None:
     assert after.nbytes == before.nbytes // 2
     driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY), free=600)
     assert event.read() is None
+
+
+def test_it_is_looked_up_when_it_should_be_over() -> None:
+    size = sum(model("one").block_bytes)
+    driver = on_disks(model("one"), disk_bytes_per_s=4 * size / READ_S)
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    event = driver.core._machines.by_id[id_of("one")].event
+    assert event is not None
+    before = event.read()
+    assert before is not None
+    assert before.seconds < READ_S / 2
+    driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY[:2]), free=600)
+    driver.wait(READ_S / 2)
+    driver.load(1, name="one", gateway="g1")
+    after = event.read()
+    assert after is not None
+    assert after.nbytes == before.nbytes // 2
 
 
 def test_behind_slow_links_loads_come_beside_each_other() -> None:
