@@ -149,6 +149,8 @@ class PlannerConfig(_Section, frozen=True, kw_only=True):
     link_bytes_per_s: Size = 0
     """The rate of a node's link if the node does not say. 0: not known, so there are no
     predictions."""
+    disk_bytes_per_s: Count = 10**9
+    """The rate that is taken for a node's disk until the node has read it."""
     strategy: str = "auto"
     """How blocks spread. `auto` chooses for each event; `lambdascale plan --help` names the
     others."""
@@ -212,8 +214,7 @@ class NodeConfig(_Section, frozen=True, kw_only=True):
     data_dir: str = "lambdascale-data"
     """Holds the node's packed models, in store/."""
     disk_bytes_per_s: Size = 0
-    """Paces reads of packed models, for a disk that others use too. Plans count on it until the disk
-    has been read. 0: as fast as it goes."""
+    """Paces reads of packed models, for a disk that others use too. 0: as fast as it goes."""
     device: str = "cpu"
     """What computes: `cpu`, or a GPU such as `cuda:0`, the first of several if `tensor_parallel` is
     more than 1."""

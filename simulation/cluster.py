@@ -223,9 +223,6 @@ class NodeParts:
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
-            disk_bytes_per_s=round(
-                spec.hardware.ssd_bytes_per_s * spec.disk_speed(index) / spec.unit
-            ),
             kv_moves=spec.kv_moves,
             rack=spec.rack(index),
             trunk_bytes_per_s=round(spec.trunk_bytes_per_s / spec.unit),
@@ -391,6 +388,7 @@ class Cluster:
             idle_s=spec.idle_s,
             anticipate=spec.anticipate,
             step_overhead_s=spec.hardware.alpha_s,
+            disk_bytes_per_s=round(PlannerConfig().disk_bytes_per_s / spec.unit),
         )
 
     # --- processes ---

@@ -97,7 +97,7 @@ class NodeService(Service):
         self._hung = hung
         self._unfit = ""
         """Why it takes nothing new; empty: it is fit."""
-        self._profiler = Profiler(config.disk_bytes_per_s)
+        self._profiler = Profiler()
         self._kv_worth = KvWorth(config.link_bytes_per_s)
         self._statuses = Statuses(self._look, self._profiler, self._kv_s)
         self._engine_s: defaultdict[ModelId, float] = defaultdict(float)

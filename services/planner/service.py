@@ -173,6 +173,7 @@ def settings(config: PlannerConfig, epoch: int, decide: Decide = decide) -> Sett
         anticipate=config.anticipate,
         max_stages=config.max_stages,
         link_bytes_per_s=config.link_bytes_per_s,
+        disk_bytes_per_s=config.disk_bytes_per_s,
         step_overhead_s=config.step_overhead_s,
         decide=decide,
     )

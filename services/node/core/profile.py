@@ -166,10 +166,8 @@ class EngineTimes:
 class Profiler:
     """Everything that one node measures. Times are in seconds of any one clock."""
 
-    def __init__(self, load_bytes_per_s: float = 0.0) -> None:
-        """`load_bytes_per_s`: the rate of the lower tiers until it is measured; 0: not known."""
+    def __init__(self) -> None:
         self._in, self._out, self._load = Throughput(), Throughput(), Throughput()
-        self._stated_load = load_bytes_per_s
         self._overhead = Latency()
         self._engine: dict[ModelId, EngineTimes] = {}
         """The model that ran last comes last."""
@@ -201,7 +199,7 @@ class Profiler:
             out_bytes_per_s=rounded(self._out.bytes_per_s),
             in_bytes_per_s=rounded(self._in.bytes_per_s),
             overhead_s=rounded(self._overhead.seconds),
-            load_bytes_per_s=rounded(self._load.bytes_per_s or self._stated_load),
+            load_bytes_per_s=rounded(self._load.bytes_per_s),
             models=tuple(self._models()),
         )
 

@@ -45,8 +45,8 @@ from shared.parts import Part
 
 ARRIVAL_S = 1.0
 """A report that lacks a block which arrived less than this ago was made before it arrived."""
-LOAD_BYTES_PER_S = 1e9
-"""What a disk is taken to read if no node has measured it."""
+DISK_BYTES_PER_S = 10**9
+"""What a disk is taken to read if no node has measured it, and nobody says otherwise."""
 REMEMBER_S = 600.0
 """How long news of a generation that ended can still be on its way."""
 _Key = TypeVar("_Key", ModelId, int)
@@ -55,7 +55,9 @@ _Key = TypeVar("_Key", ModelId, int)
 class Cluster:
     """Plain state; every change comes in through one of the `on_` methods."""
 
-    def __init__(self) -> None:
+    def __init__(self, disk_bytes_per_s: int = DISK_BYTES_PER_S) -> None:
+        """`disk_bytes_per_s`: of disks that no node has measured."""
+        self._disk_bytes_per_s = disk_bytes_per_s
         self.nodes: dict[NodeId, NodeInfo] = {}
         self.loads = LoadReports()
         self.measured = Measured()
@@ -406,7 +408,7 @@ class Cluster:
         for rate, node in self._disks:
             if node in holders and self.held(node, model.model_id, [Tier.DISK]):
                 return model.nbytes / rate
-        return model.nbytes / LOAD_BYTES_PER_S
+        return model.nbytes / self._disk_bytes_per_s
 
     def _known_disks(self) -> list[tuple[float, NodeId]]:
         rates = ((self.profile(node).load_bytes_per_s, node) for node in self.nodes)

@@ -45,6 +45,7 @@ class Settings:
     anticipate: bool
     max_stages: int
     link_bytes_per_s: int
+    disk_bytes_per_s: int
     step_overhead_s: float
     decide: Decide = decide
     """How many replicas a model needs."""
@@ -63,7 +64,7 @@ class Desk:
     def __init__(self, settings: Settings, archive: Archive) -> None:
         self.settings = settings
         self.archive = archive
-        self.cluster = Cluster()
+        self.cluster = Cluster(settings.disk_bytes_per_s)
         self.story = Story()
         self.chronicle = Chronicle()
         self.now = Moment(0.0, 0)

@@ -203,6 +203,7 @@ class EventBase:
             settings.step_overhead_s,
             frozenset(node for node in self._on_disk() if node not in self.record.targets),
             cluster.kv.flows(self._desk.at),
+            settings.disk_bytes_per_s,
         )
 
     def _on_disk(self) -> dict[NodeId, frozenset[int]]:

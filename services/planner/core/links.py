@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from services.planner.core.cluster import LOAD_BYTES_PER_S
+from services.planner.core.cluster import DISK_BYTES_PER_S
 from services.planner.core.kv_traffic import NO_FLOW, Flow, is_taken, left, words
 from services.planner.core.multicast.fabric import Fabric, Port
 from shared.ids import ModelId, NodeId
@@ -31,6 +31,8 @@ class Links:
     """Nodes that send from their disks, and so no faster than these are read."""
     kv: Mapping[NodeId, Flow] = field(default_factory=dict)
     """The KV that is expected at nodes' ports."""
+    disk_bytes_per_s: int = DISK_BYTES_PER_S
+    """The rate of disks that were not measured."""
     spares: bool = False
     """Whether nodes whose way out KV takes send nothing else."""
 
@@ -65,7 +67,7 @@ class Links:
 
     def disk_rate(self, node: NodeId) -> float:
         """bytes/s of the node's disk: what is assumed of disks if it has not been measured."""
-        return self.profiles.get(node, _UNMEASURED).load_bytes_per_s or LOAD_BYTES_PER_S
+        return self.profiles.get(node, _UNMEASURED).load_bytes_per_s or self.disk_bytes_per_s
 
     def are_timed(self, nodes: Iterable[NodeId]) -> bool:
         """Whether the rates of these nodes' disks have been measured."""

@@ -16,10 +16,6 @@ MODEL = ModelId("m")
 
 def test_nothing_measured_is_nothing_said() -> None:
     assert Profiler().profile() == Profile()
-    stated = Profiler(100.0)
-    assert stated.profile() == Profile(load_bytes_per_s=100.0)
-    stated.loaded(0.0, 1.0, 50)
-    assert stated.profile() == Profile(load_bytes_per_s=50.0)
 
 
 def test_a_profile_of_everything_in_two_digits() -> None:

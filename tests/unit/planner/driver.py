@@ -88,6 +88,7 @@ def settings(scale_up_hold_s: float = 0.0, idle_s: float = 2.0, strategy: str = 
         anticipate=True,
         max_stages=4,
         link_bytes_per_s=10_000,
+        disk_bytes_per_s=10**9,
         step_overhead_s=0.001,
     )
 

@@ -2,7 +2,7 @@
 
 import msgspec
 
-from services.planner.core.cluster import LOAD_BYTES_PER_S, Cluster
+from services.planner.core.cluster import DISK_BYTES_PER_S, Cluster
 from shared.ids import Generation, InstanceId, ModelName, NodeId
 from shared.messages.pool import Duty, Holding, ModelProfile, Profile, Tier
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
@@ -200,14 +200,14 @@ def test_a_model_comes_back_from_the_fastest_disk_that_has_it() -> None:
     found, model = cluster(), record()
     found.on_joined(info("b"))
     found.on_joined(info("c"))
-    assert found.load_s(model) == model.nbytes / LOAD_BYTES_PER_S
+    assert found.load_s(model) == model.nbytes / DISK_BYTES_PER_S
     for seq, (node, rate) in enumerate([("b", 10.0), ("c", 50.0), ("b", 20.0), ("c", 5.0)]):
         held = [holding(Tier.DISK, 0)] if seq else []
         said = status(node, *held, seq=seq + 1)
         profile = Profile(load_bytes_per_s=rate)
         found.on_status(msgspec.structs.replace(said, profile=profile), now=0.0)
         found.validate()
-        rates = [LOAD_BYTES_PER_S, 50.0, 50.0, 20.0]
+        rates = [DISK_BYTES_PER_S, 50.0, 50.0, 20.0]
         assert found.load_s(model) == model.nbytes / rates[seq]
     found.on_gone(NodeId("b"), Generation(1), 0.0)
     assert found.load_s(model) == model.nbytes / 5.0

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from services.planner.core.cluster import LOAD_BYTES_PER_S
+from services.planner.core.cluster import DISK_BYTES_PER_S
 from services.planner.core.links import PROMPT_TOKENS, Links
 from services.planner.core.multicast.fabric import Port
 from shared.ids import ModelId, NodeId
@@ -80,7 +80,7 @@ def test_times_of_a_block_and_rates_of_disks_where_they_are_known() -> None:
         1: pytest.approx((0.2 + 0.001 * (PROMPT_TOKENS - 1)) / 10)
     }
     assert found.block_s([A, B], ModelId("other"), 10) == {}
-    assert found.load_rates([A, B]) == {0: LOAD_BYTES_PER_S, 1: 9.0}
+    assert found.load_rates([A, B]) == {0: DISK_BYTES_PER_S, 1: 9.0}
     assert found.are_timed([B])
     assert not found.are_timed([A, B])
 
