@@ -11,6 +11,7 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from statistics import median_low
 
 from services.planner.core.links import Links
 from services.planner.core.tiers import apart, machine
@@ -37,17 +38,18 @@ class Read:
 
 
 def begins_in(new: Read, running: Iterable[Read]) -> float:
-    """Seconds until a load begins beside those that run, by what is known now: until it finds a
-    disk that these do not keep busy. inf: not known."""
+    """Seconds until a load begins beside those that run, by what is known now: until these keep at
+    most half of its disks busy. inf: not known. With the first disk that is free, ever more loads
+    would be on their way at once; with the last, the others would be idle."""
     used, left = defaultdict[str, float](float), defaultdict[str, float](float)
     for read in running:
         if read.nbytes <= new.nbytes and read.priority >= new.priority:
             for disk in read.disks:
                 used[disk] += read.share
                 left[disk] += read.share * read.seconds
-    if not new.disks or min(used[disk] for disk in new.disks) < BUSY:
+    if not new.disks or median_low(used[disk] for disk in new.disks) < BUSY:
         return 0.0
-    return min(left[disk] for disk in new.disks)
+    return median_low(left[disk] for disk in new.disks)
 
 
 def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> frozenset[str]:

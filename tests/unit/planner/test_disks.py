@@ -51,11 +51,14 @@ def test_a_load_waits_while_its_disk_is_busy(running: list[Read], expected: floa
     assert begins_in(Read([A], 10, 0), running) == expected
 
 
-def test_one_disk_that_is_free_is_enough() -> None:
-    new, of_a = Read([A, B], 10, 0), Read([A], 10, 0, seconds=2.0)
+def test_half_of_the_disks_are_enough() -> None:
+    new, of_a, of_b = (Read(disks, 10, 0, seconds=2.0) for disks in ([A, B], [A], [B]))
     assert begins_in(new, [of_a]) == NOW
     assert begins_in(new, [of_a, Read([B], 10, 0, seconds=1.0)]) == 1.0
     assert begins_in(Read([], 10, 0), [of_a]) == NOW
+    third = Read([A, B, "c"], 10, 0)
+    assert begins_in(third, [of_a]) == NOW
+    assert begins_in(third, [of_a, of_b]) == 2.0
 
 
 @pytest.mark.parametrize(
