@@ -108,6 +108,7 @@ class Suspects:
         ran = [(request, route) for route in gone for request in reversed(route.requests.values())]
         ran.sort(key=_turns([request for request, _ in ran]))
         deaths = {self._lost(route.nodes, dead) for _, route in ran}
+        unsure = {self._lost(r.nodes, dead) for each, r in ran if not _is_sure(each, r, dead)}
         for request, route in ran:
             self.broke(request, route, "gone", LambdaScaleError(why), now, dead)
         for request in self._requests() if nodes else ():
@@ -115,7 +116,7 @@ class Suspects:
                 death = self._lost(left, dead)
                 deaths |= {death} - request.blamed
                 self._broke_there(request, death, why, now)
-        self._ask_who_died(death for death in deaths if len(death) > 1)
+        self._ask_who_died(death for death in deaths if len(death) > 1 or death in unsure)
 
     def doubt(self, gone: Collection[Route], why: str, now: float) -> None:
         """What ran on these routes is to begin anew, and nobody knows whether nodes died. Another
@@ -136,6 +137,11 @@ class Suspects:
     def found_dead(self, nodes: Collection[NodeId]) -> None:
         """These nodes are dead. Whoever may be the reason is not blamed for those beside them."""
         dead = frozenset(nodes)
+        for request in self._suspects():
+            request.surely = request.surely or any(death & dead for death in request.blamed)
+        self._blame_for(dead)
+
+    def _blame_for(self, dead: frozenset[NodeId]) -> None:
         for request in self._suspects():
             request.blamed = frozenset(death & dead or death for death in request.blamed)
             self._clear_if_explained(request)
@@ -179,6 +185,7 @@ class Suspects:
         # What killed the node before the request had come there is not known.
         tried = request.suspect and (request.begun or isinstance(error, EngineFailed))
         known = request.suspect and request.surely
+        sure = _is_sure(request, route, dead)
         self._attempts.take_off(route, request, why, now)
         request.tried = tried
         failed = isinstance(error, EngineFailed)
@@ -189,7 +196,7 @@ class Suspects:
             self._convict(request, why)
             return
         if failed or not request.tried:  # else the answer says it
-            request.surely = known or failed or died
+            request.surely = known or failed or (died and sure)
         if not request.tried:
             request.cleared_at = route.beyond(request, now)
         if request.tried or not died:
@@ -217,7 +224,7 @@ class Suspects:
         if not request.in_doubt or request.attempt != attempt:
             return False
         request.in_doubt = False
-        self.found_dead(dead)
+        self._blame_for(frozenset(dead))
         if dead:
             request.blamed |= {frozenset(dead)}
         guilty = request.tried and request.surely and bool(dead)
@@ -289,6 +296,12 @@ class Suspects:
             self._attempts.route(request).clear(request)
         request.cleared_at, request.blamed = None, frozenset()
         self._ledger.tell(request, why)
+
+
+def _is_sure(request: Request, route: Route, dead: Collection[NodeId]) -> bool:
+    """Whether the request's route is gone because a node of it died, as it seems. What no node ever
+    said that it had may be sent to a replica that ended in good order."""
+    return request.begun or not route.nodes.isdisjoint(dead)
 
 
 def _turns(requests: Sequence[Request]) -> Callable[[tuple[Request, Route]], tuple[bool, int]]:

@@ -60,6 +60,36 @@ def test_a_node_that_lives_convicts_nobody() -> None:
     assert judge(driver, ask, dead=True) == [], "it was answered before"
 
 
+@pytest.mark.parametrize("dead", [False, True])
+def test_a_replica_that_ends_before_it_takes_a_request_may_have_ended_in_good_order(
+    *, dead: bool
+) -> None:
+    """A gateway that was cut off sends a request to what was released meanwhile, and hears of that.
+    Whether the node lives is asked, and the request does not wait for the answer."""
+    driver = Driver(replica(1))
+    driver.admit("a")
+    (ask,) = [each for each in driver.publish() if isinstance(each, AskWhoDied)]
+    assert ask.nodes == (replica(1).leader,)
+    assert alone(driver.publish(replica(2), replica(3))) == {"a": True}
+    found = ask.nodes if dead else ()
+    driver.dispatch.on_found_dead(ask.model_id, found, driver.now)
+    driver.take("a", 2)
+    (asks,) = asked(dies(driver, 2))
+    assert refused(judge(driver, asks, dead=True)) == (["a"] if dead else [])
+    driver.dispatch.validate()
+
+
+def test_a_replica_that_has_taken_a_request_and_is_gone_has_died() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.take("a", 1)
+    assert not any(isinstance(each, AskWhoDied) for each in driver.publish())
+    driver.publish(replica(2), replica(3))
+    driver.take("a", 2)
+    (ask,) = asked(dies(driver, 2))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+
+
 def test_silence_and_then_a_death_are_one_death() -> None:
     """A gateway that was stopped, say, finds its nodes silent when it goes on. They live."""
     driver = Driver()
