@@ -31,8 +31,9 @@ are suspects. Each goes on at once, but alone:
   begin anew because another planner does not know its instance, or because the gateway has lost its
   id. Nodes may have died of it while nobody looked, so the gateway asks which of them live.
 
-What looks like a death may be a cut link or a paused process. That makes suspects too, since they
-lose little by it. But a suspect is refused only if its node had said that it has the request (on a
+What looks like a death may be a cut link or a paused process, or a replica that ended in good order
+before it had the request. That makes suspects too, since they lose little by it (of such a replica
+the gateway asks whether its node died). But a suspect is refused only if its node had said that it has the request (on a
 path: after all other nodes had said that they have room for it, so that none was dead before), and
 
 - the node says that its engine failed, or
