@@ -33,8 +33,9 @@ are suspects. Each goes on at once, but alone:
 
 What looks like a death may be a cut link or a paused process, or a replica that ended in good order
 before it had the request. That makes suspects too, since they lose little by it (of such a replica
-the gateway asks whether its node died). But a suspect is refused only if its node had said that it has the request (on a
-path: after all other nodes had said that they have room for it, so that none was dead before), and
+the gateway asks whether its node died). But a suspect is refused only if its node had said that it
+has the request (on a path: after all other nodes had said that they have room for it, so that none
+was dead before), and
 
 - the node says that its engine failed, or
 - the bus says that the node's process is connected no longer. The gateway asks this itself
