@@ -175,8 +175,9 @@ class Frontend:
             case AskWhoDied():
                 self._spawn(self._find_dead(command), "who died")
             case TellOfGone(gateway):
-                gone = GatewayGone(gateway=gateway)
-                self._spawn(self._publish(subjects.GATEWAYS_GONE, gone), f"{gateway} is gone")
+                if self._bus.is_up:  # else nothing was heard of anybody
+                    gone = GatewayGone(gateway=gateway)
+                    self._spawn(self._publish(subjects.GATEWAYS_GONE, gone), f"{gateway} is gone")
             case Broken():
                 raise command.error
 

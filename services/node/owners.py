@@ -16,6 +16,9 @@ from shared.messages.serving import AttemptFailed, Cancel, GatewayGone, Submit, 
 LOOK_S = 5.0
 """Seconds between looks at the gateways. One that was not connected at two looks is gone: a
 connection that breaks for a moment costs nothing."""
+AGAIN_S = 0.5
+"""Seconds between two looks at a gateway that others miss. A broken connection is back sooner if
+there is a server."""
 ASK_TIMEOUT_S = 0.5
 
 
@@ -65,8 +68,12 @@ class Owners:
                 yield gateway, Tokens(node=self._node, tokens=(), failed=failed)
 
     async def hear(self, message: GatewayGone) -> None:
-        """Another gateway has not heard it for a while, so that one look is enough here."""
+        """Another gateway has not heard it for a while. It may have been cut off itself, and be
+        back first: so there are two looks here, too."""
         gateway = message.gateway
+        if gateway not in self._attempts or await self._listens(gateway):
+            return
+        await asyncio.sleep(AGAIN_S)
         if gateway in self._attempts and not await self._listens(gateway):
             self._give_up(gateway)
 

@@ -269,8 +269,8 @@ class Model:
         self.found_dead(dead, now)
 
     def found_dead(self, dead: Collection[NodeId], now: float) -> None:
-        """These nodes have no process any more."""
-        self._suspects.found_dead(dead)
+        """These nodes have no process any more, and the others that were asked about have one."""
+        self._suspects.found_dead(dead, asked=True)
         for node in dead:
             gone = self.table.drop_node(node)
             self._suspects.break_off(gone, f"node {node} is dead", now, [node])

@@ -119,6 +119,9 @@ class Request:
     blamed: frozenset[frozenset[NodeId]] = frozenset()
     """The deaths of which it may be the reason. It is a suspect for these. Each is the nodes of
     which one or more have died, as far as is known."""
+    unsure: frozenset[NodeId] = frozenset()
+    """Nodes that may have died of it before they said that they had it. The gateway asks whether
+    they have."""
     surely: bool = False
     """Whether a node is known to have died, or its engine to have failed, since it is a suspect."""
     in_doubt: bool = False

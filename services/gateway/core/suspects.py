@@ -39,7 +39,8 @@ was dead before), and
 
 - the node says that its engine failed, or
 - the bus says that the node's process is connected no longer. The gateway asks this itself
-  (`AskWhetherAlive`), unless registry or planner have said that the node is gone.
+  (`AskWhetherAlive`, or `AskWhoDied` where no request has to wait for the answer), unless registry
+  or planner have said that the node is gone.
 
 A node that is found dead gets nothing more. Otherwise its one death would count twice.
 
@@ -130,17 +131,19 @@ class Suspects:
                 self.broke(request, route, "gone", LambdaScaleError(why), now, doubted=True)
 
     def _ask_who_died(self, deaths: Iterable[frozenset[NodeId]]) -> None:
-        """Asks which of these nodes are dead. Of a path or a group that breaks off, one has died,
-        and most of them live."""
+        """Asks which of these nodes are dead: of a path or a group that breaks off, most live, and
+        so may the node of a replica that had not taken its requests."""
         if nodes := sorted(frozenset[NodeId]().union(*deaths)):
             ask = AskWhoDied(self._model_id, tuple(nodes), cause=self._ledger.cause)
             self._ledger.out.append(ask)
 
-    def found_dead(self, nodes: Collection[NodeId]) -> None:
-        """These nodes are dead. Whoever may be the reason is not blamed for those beside them."""
+    def found_dead(self, nodes: Collection[NodeId], *, asked: bool = False) -> None:
+        """These nodes are dead. Whoever may be the reason is not blamed for those beside them.
+        `asked`: AskWhoDied was answered, so that all others live."""
         dead = frozenset(nodes)
         for request in self._suspects():
-            request.surely = request.surely or any(death & dead for death in request.blamed)
+            request.surely = request.surely or not request.unsure.isdisjoint(dead)
+            request.unsure = frozenset() if asked else request.unsure - dead
         self._blame_for(dead)
 
     def _blame_for(self, dead: frozenset[NodeId]) -> None:
@@ -200,6 +203,7 @@ class Suspects:
         if failed or not request.tried:  # else the answer says it
             request.surely = known or failed or (died and sure)
         if not request.tried:
+            request.unsure |= route.nodes if died and not sure else frozenset()
             request.cleared_at = route.beyond(request, now)
         if request.tried or not died:
             self._ask(request, route)
@@ -296,7 +300,7 @@ class Suspects:
     def _clear(self, request: Request, why: str) -> None:
         if request.running:
             self._attempts.route(request).clear(request)
-        request.cleared_at, request.blamed = None, frozenset()
+        request.cleared_at, request.blamed, request.unsure = None, frozenset(), frozenset()
         self._ledger.tell(request, why)
 
 

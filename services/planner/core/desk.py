@@ -3,6 +3,7 @@
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import inf
 
 from services.planner.core.archive import Archive, fitting
 from services.planner.core.chronicle import Chronicle
@@ -72,6 +73,8 @@ class Desk:
         self.out: list[Command] = []
         self.room_freed = False
         """Whether nodes that could not be had may be had now."""
+        self.disks_at = inf
+        """When models that wait for disks are to ask again, if nothing happens before."""
         self._numbers = itertools.count(1)
         self._revisions = itertools.count(1)
         self._open: dict[int, _Open] = {}

@@ -3,8 +3,9 @@
 Loads that read the same disks at the same time share them. Two of equal size are both over when the
 second one would be over if they came one after the other; the first is late for nothing, and holds
 memory all the while in which other models' copies could stay. So loads that keep a disk busy come
-one after the other, in the order in which they asked. A large load that runs keeps no small one
-waiting, since that is over sooner; and what is read for lower priorities keeps nobody waiting.
+one after the other: the highest priority first, then who has waited for longest. A large load that
+runs keeps no small one waiting, since that is over sooner; and what is read for lower priorities
+keeps nobody waiting.
 """
 
 import math
@@ -60,12 +61,13 @@ def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> froze
 def pace(
     links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]
 ) -> tuple[float, float]:
-    """bytes/s that the disks of nodes read which send to these targets (0: not known), and for
-    which share of the time they do: less than 1 if a target's link is slower than all of them
-    together."""
+    """bytes/s at which the disks of nodes are read that send to these targets (0: not known), and
+    for which share of the time: less than 1 if a target's link is slower than all of them together.
+    Where only targets read, each loads everything itself."""
     ports = [port for port in map(links.port, targets) if port is not None]
     disks, share = apart(links.nodes, nodes), 1.0
-    read = sum(map(links.disk_rate, disks))
+    rates = [links.disk_rate(disk) for disk in disks]
+    read = min(rates, default=0.0) if set(nodes) <= set(targets) else sum(rates)
     if read and ports and set(targets).isdisjoint(nodes):
         share = min(1.0, min(port.into for port in ports) / read)
     return (share * read if links.are_timed(disks) else 0.0), share

@@ -11,6 +11,7 @@ import msgspec
 from services.planner.core import commands, events
 from services.planner.core.arrivals import News
 from services.planner.core.desk import ASK_S
+from services.planner.core.disks import BUSY
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase, Trouble
 from services.planner.core.forecast import later
@@ -201,8 +202,9 @@ class EventMachine(Growing):
         self._promised = ()
         for node in self.record.targets:
             self._look(node)
-        if self.read() is not None:
-            self._desk.room_freed = True  # it is known now when others may read the same disks
+        if (read := self.read()) is not None:  # it is known now when others may read its disks
+            left_s = read.seconds if read.share >= BUSY else 0.0
+            self._desk.disks_at = min(self._desk.disks_at, now.at + left_s)
         self._form_at = now.at + plan.setup_s
         if plan.setup_s <= 0:
             self._send(self.record.targets)

@@ -133,6 +133,12 @@ class Machines:
         for model in sorted(self.named.values(), key=lambda model: model.turn):
             self.tell(model, ModelMachine.on_more_room)
 
+    def tell_of_disks(self) -> None:
+        """Disks may be read by now. Who is told first can have them."""
+        waiting = self.rooms.waiting & self.by_id.keys()
+        for model in sorted((self.by_id[id_] for id_ in waiting), key=lambda model: model.turn):
+            self.tell(model, ModelMachine.decide_soon)
+
     def _break(self, model: ModelMachine, error: Exception) -> None:
         """Leaves the model alone for a while, until its machine is made anew."""
         id_, desk = model.record.model_id, self._desk

@@ -76,7 +76,7 @@ AGAIN_S = 1.0
 LEAST_WAIT_S = 0.001
 NEVER = float("inf")
 ANSWERS = (Replied, PoolRead, Pinged, Planned, Repaired, Appended, PathsPlanned, Failed)
-STRAYS, LOST, TURN = ".strays", ".lost", ".turn"
+STRAYS, LOST, DISKS = ".strays", ".lost", ".disks"
 """Names of the planner's own alarms."""
 
 
@@ -125,12 +125,15 @@ class Planner:
         except Exception as error:  # what was said makes no sense; what is known stays
             del desk.out[mark:]
             desk.complain("a stimulus was not understood", error)
-        while desk.room_freed or self._machines.rooms.orders:
+        while desk.room_freed or desk.disks_at <= desk.at or self._machines.rooms.orders:
             self._machines.make_way()
             if desk.room_freed:
                 desk.room_freed = False
                 self._machines.tell_of_room()
-        self._alarms.bring_forward(TURN, self._machines.rooms.turn_at)
+            if desk.disks_at <= desk.at:
+                desk.disks_at = NEVER
+                self._machines.tell_of_disks()
+        self._alarms.bring_forward(DISKS, desk.disks_at)
         wake_at = max(self._alarms.next, now.at + LEAST_WAIT_S)
         if wake_at < self._woken_at:
             self._woken_at = wake_at
@@ -241,9 +244,8 @@ class Planner:
         elif name == STRAYS:
             self._alarms.set(STRAYS, at + self._desk.settings.stray_s / LOOKS_PER_STRAY)
             self._free_strays()
-        elif name == TURN:
-            self._machines.rooms.turn_at = NEVER
-            self._desk.room_freed = True
+        elif name == DISKS:
+            pass  # see `handle`
         elif name == LOST:
             self._alarms.set(LOST, at + LOST_S)
             for ticket in self._desk.lost():

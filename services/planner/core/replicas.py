@@ -229,7 +229,7 @@ class Replicas:
             self._desk.room_freed = True  # what is spare may give way
         if self.sizing.spare_at is not None and at < self.sizing.spare_at:
             self._decide_by(self.sizing.spare_at)
-        self._rooms.waiting.discard(self.record.model_id)
+        self._rooms.asks_no_more(self.record.model_id)
         if decision.wake_at is not None:
             self._decide_by(decision.wake_at)
         elif self.sizing.surplus:  # the next replica goes when this one is gone

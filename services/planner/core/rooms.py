@@ -4,7 +4,6 @@ Room that a model was told of is promised to it: until the model has taken it, o
 other model may. What gives way is told after the stimulus has been handled.
 """
 
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -20,8 +19,10 @@ PROMISE_S = 3.0
 second."""
 
 
+LOOK_S = 0.005
+"""Models that wait for disks ask no more often than this, times their number."""
 Turn = tuple[int, float]
-"""Of a lower priority, or for less time: waits for others."""
+"""(-priority, since when a model waits). The least turn is first."""
 
 
 @dataclass(slots=True)
@@ -49,8 +50,6 @@ class Rooms:
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
         """Models that have found no room, and want some."""
-        self.turn_at = math.inf
-        """When those that wait for disks are to ask again, if nothing happens before."""
         self._for_disks: dict[ModelId, tuple[Turn, Read]] = {}
         """Models that wait for disks, and what they read from them."""
         self._desk = desk
@@ -123,14 +122,21 @@ class Rooms:
             if first is None:
                 return ""
             del self._for_disks[first]  # it says so again if it still wants them
-            self._desk.room_freed = True
+            self._desk.disks_at = self._desk.at
+        else:
+            least_s = LOOK_S * (1 + len(self._for_disks))
+            self._desk.disks_at = min(self._desk.disks_at, self._desk.at + max(wait_s, least_s))
         self._for_disks[model.model_id] = turn, new
-        self.turn_at = min(self.turn_at, self._desk.at + wait_s)
         self.waiting.add(model.model_id)
         for promise in self._promises.values():
             if promise.model == model.model_id and self._desk.at < promise.until:
                 promise.until = self._desk.at + PROMISE_S
         return f"others are being read from {', '.join(sorted(disks))}"
+
+    def asks_no_more(self, model: ModelId) -> None:
+        """What the model waited for is void. It asks again if it still wants something."""
+        self.waiting.discard(model)
+        self._for_disks.pop(model, None)
 
     def _first(self, turn: Turn, running: Sequence[Read]) -> ModelId | None:
         """A model that has waited for disks for longer, and may begin now, too."""

@@ -81,6 +81,13 @@ def test_a_slow_link_leaves_disks_idle(
     assert BUSY > 0.5
 
 
+def test_targets_that_load_all_from_their_own_disks_are_as_slow_as_the_slowest() -> None:
+    infos = {node: msgspec.structs.replace(info(node), host=node) for node in (A, B)}
+    rates = {A: Profile(load_bytes_per_s=50.0), B: Profile(load_bytes_per_s=30.0)}
+    assert pace(Links(infos, rates, 0, 0.0), [A, B], [A, B]) == (30.0, 1.0)
+    assert pace(Links(infos, rates, 0, 0.0), [A, B], [A]) == (80.0, 1.0)
+
+
 def test_the_nodes_of_a_machine_share_its_disk() -> None:
     one, two = (msgspec.structs.replace(info(node), host="h") for node in ("a", "b"))
     infos = {A: one, B: two, NodeId("c"): msgspec.structs.replace(info("c"), host="")}
@@ -168,7 +175,7 @@ def test_who_waits_asks_again_when_the_disk_should_be_free() -> None:
     assert asked_for(driver) == []
     driver.wait(0.1)
     assert asked_for(driver) == [id_of("two")]
-    assert driver.core._machines.rooms.turn_at == math.inf
+    assert driver.core._desk.disks_at == math.inf
 
 
 def test_nobody_waits_for_who_wants_the_disk_no_longer() -> None:

@@ -79,6 +79,32 @@ def test_a_replica_that_ends_before_it_takes_a_request_may_have_ended_in_good_or
     driver.dispatch.validate()
 
 
+def test_a_death_that_is_told_twice_counts_once() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    (ask,) = asked(fails(driver, "a", 1, BusTimeout.code))
+    judge(driver, ask, dead=False)
+    driver.publish(replica(2), replica(3))
+    driver.take("a", 2)
+    (ask,) = asked(driver.publish(replica(3)))
+    dies(driver, 2)  # so says the registry
+    assert not refused(judge(driver, ask, dead=True))
+    driver.dispatch.validate()
+
+
+def test_a_node_that_lived_and_dies_later_counts_for_nothing() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    (who,) = [each for each in driver.publish() if isinstance(each, AskWhoDied)]
+    driver.dispatch.on_found_dead(who.model_id, (), driver.now)
+    driver.publish(replica(2), replica(3))
+    driver.take("a", 2)
+    dies(driver, 1)
+    (ask,) = asked(dies(driver, 2))
+    assert not refused(judge(driver, ask, dead=True))
+    driver.dispatch.validate()
+
+
 def test_a_replica_that_has_taken_a_request_and_is_gone_has_died() -> None:
     driver = Driver(replica(1))
     driver.admit("a")
