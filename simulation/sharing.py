@@ -155,7 +155,8 @@ def _growing(waiting: Iterable[Lane]) -> tuple[dict[Lane, float], Counter[tuple[
     growing: dict[Lane, float] = {}
     for lane in waiting:
         keys = [(port, lane.flow) for port in lane.ports]
-        if all(best.setdefault(key, lane.priority) == lane.priority for key in keys):
+        firsts = [best.setdefault(key, lane.priority) for key in keys]  # it counts at every port
+        if all(first == lane.priority for first in firsts):
             growing[lane] = 0.0
             users.update(keys)
     return growing, users

@@ -141,6 +141,16 @@ def test_rates_are_the_oracles_after_every_change(
         assert all(abs(lane.rate - expected[lane]) < ENOUGH for lane in up)
 
 
+def test_a_lane_that_does_not_grow_is_before_worse_ones_of_its_flow() -> None:
+    """At every port, also behind the first at which it is held up itself."""
+    one, two = Port("one", 1.0), Port("two", 1.0)
+    best, worst = Lane((one,), 0, "g"), Lane((two,), 2, "g")
+    between, other = Lane((one, two), 1, "g"), Lane((two,), 0, "f")
+    opened([best, worst, between, other])
+    settle({one: float("-inf"), two: float("-inf")})
+    assert [lane.rate for lane in (best, worst, between, other)] == [1.0, 0.0, 0.0, 1.0]
+
+
 @given(fabrics("fgh"))
 def test_no_flow_has_less_of_a_port_than_its_share(
     fabric: tuple[list[Port], list[Lane]],
