@@ -305,8 +305,8 @@ class Suspects:
 
 
 def _is_sure(request: Request, route: Route, dead: Collection[NodeId]) -> bool:
-    """Whether the request's route is gone because a node of it died, as it seems. What no node ever
-    said that it had may be sent to a replica that ended in good order."""
+    """Whether the request's route seems to be gone because a node of it died. A replica that ended
+    in good order is gone, too, and a request may still have been on its way there."""
     return request.begun or not route.nodes.isdisjoint(dead)
 
 

@@ -10,7 +10,7 @@ from services.planner.core.disks import BUSY, Read, begins_in, disks_of, pace
 from services.planner.core.event_base import READ_S
 from services.planner.core.event_machine import EventMachine
 from services.planner.core.links import Links
-from services.planner.core.rooms import PROMISE_S
+from services.planner.core.rooms import LOOK_S, PROMISE_S
 from shared.ids import ModelId, NodeId
 from shared.messages import Ok
 from shared.messages.pool import (
@@ -176,6 +176,20 @@ def test_who_waits_asks_again_when_the_disk_should_be_free() -> None:
     driver.wait(0.1)
     assert asked_for(driver) == [id_of("two")]
     assert driver.core._desk.disks_at == math.inf
+
+
+def test_while_a_load_stalls_who_waits_asks_now_and_then() -> None:
+    size = sum(model("one").block_bytes)
+    driver = on_disks(*map(model, ("one", "two")), disk_bytes_per_s=1e6 * size)
+    driver.load(1, name="one", gateway="g1")
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("a"),)))
+    found = Source(info("a"), Tier.DISK, EVERY, True)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=(found,)))
+    driver.think()
+    driver.load(1, name="two", gateway="g2")
+    assert asked_for(driver) == []
+    told = driver.wait(0.5)
+    assert sum(isinstance(each, commands.WakeAt) for each in told) <= 0.5 / LOOK_S
 
 
 def test_nobody_waits_for_who_wants_the_disk_no_longer() -> None:

@@ -1,14 +1,16 @@
 """A gateway that is gone keeps no slot: what nobody reads any more is not generated."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
 
 from services.node import owners
 from shared import subjects
+from shared.bus.base import On
 from shared.messages.pool import NodeStatus
-from shared.messages.serving import GatewayGone
-from tests.unit.node.cluster import GATEWAY, Nodes, nodes
+from shared.messages.serving import GatewayGone, Tokens
+from tests.unit.node.cluster import GATEWAY, WAIT_S, Nodes, nodes
 from tests.unit.node.service.builders import SLOW
 
 TOKENS = subjects.gateway_tokens(GATEWAY)
@@ -66,3 +68,25 @@ async def test_they_end_at_once_if_another_gateway_misses_it_too(
         await hang_up(up)
         await up.bus.publish(subjects.GATEWAYS_GONE, gone)
         await ended(up)
+
+
+async def test_they_go_on_if_it_is_back_soon(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The gateway that missed it was cut off as well, and was back first."""
+    monkeypatch.setattr(owners, "LOOK_S", 1000.0)
+    monkeypatch.setattr(owners, "ASK_TIMEOUT_S", 0.02)
+    came = asyncio.Queue[Tokens]()
+    async with nodes(tmp_path, checkpoint, "a", settings=SLOW) as up:
+        await up.promoted("a")
+        await begun(up)
+        await hang_up(up)
+        await up.bus.publish(subjects.GATEWAYS_GONE, GatewayGone(gateway=GATEWAY))
+        await asyncio.sleep(owners.AGAIN_S / 2)
+        await up.bus.subscribe(TOKENS, On(Tokens, came.put))
+        await asyncio.sleep(owners.AGAIN_S)
+        while not came.empty():
+            came.get_nowait()
+        async with asyncio.timeout(WAIT_S):
+            for _ in range(5):
+                await came.get()
