@@ -139,6 +139,13 @@ class BusTimeout(BusError):
     code = "bus_timeout"
 
 
+class CutOff(BusTimeout):
+    """No answer came, and whoever was asked is not why: for some of the time the process that asked
+    was not connected to the bus, or did not know whether it may speak for its role."""
+
+    code = "cut_off"
+
+
 class NoResponders(BusError):
     """Nobody serves the subject now."""
 

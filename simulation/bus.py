@@ -65,6 +65,7 @@ class _Wire:
     """Whether it is neither cut nor stopped."""
     cuts: set[str] = field(default_factory=set)
     """The reasons why nothing passes."""
+    connected_at: float = 0.0
     noticed_at: float = 0.0
     """When the client notices, while something cuts the connection."""
     stopped: bool = False
@@ -173,6 +174,10 @@ class SimBroker(MemoryBroker):
             await asyncio.sleep(_TRY_S)
         self._wires[bus] = _Wire()
 
+    def connected_at(self, bus: MemoryBus) -> float | None:
+        wire = self._wires.get(bus)
+        return None if wire is None or wire.noticed else wire.connected_at
+
     def disconnect(self, bus: MemoryBus) -> None:
         wire = self._wires.pop(bus, None)
         for call in wire.calls if wire else ():
@@ -279,7 +284,7 @@ class SimBroker(MemoryBroker):
         wire.cuts.discard("connecting")
         if wire.cuts:
             return
-        wire.buffered = 0
+        wire.buffered, wire.connected_at = 0, now()
         wire.upward = [h for h in wire.upward if h.caller is None or not h.caller.done()]
         for watch, bucket in bus.watches.items():
             if watch in bucket.watches:

@@ -35,7 +35,7 @@ from services.gateway.progress import progress_text
 from shared import subjects, telemetry
 from shared.bus.base import Bus
 from shared.clock import now, wall_ns
-from shared.errors import BusError, NoResponders
+from shared.errors import BusError, CutOff, NoResponders
 from shared.ids import ModelId, NodeId, RequestId
 from shared.messages import Message, Ok, Ping
 from shared.messages.instances import InstanceSet
@@ -210,7 +210,7 @@ class Frontend:
         if failure := await failure_of(asked, self._contain, f"the submission to {command.node}"):
             # Without a connection to the bus no instance is at fault, and the request waits until
             # there is a connection again.
-            error = failure if self._bus.is_up else NoResponders(NO_BUS)
+            error = NoResponders(NO_BUS) if isinstance(failure, CutOff) else failure
             self._log.info(
                 "attempt not taken",
                 request=submit.request,
@@ -250,9 +250,10 @@ class Frontend:
                     subjects.node_ping(node), Ping(), Ok, timeout=PING_TIMEOUT_S
                 )
                 return None
+            except CutOff:
+                pass
             except BusError as error:
-                if self._bus.is_up:
-                    return error
+                return error
             await asyncio.sleep(PING_TIMEOUT_S)
 
     async def _publish(self, subject: str, message: Message) -> None:

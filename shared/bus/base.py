@@ -123,7 +123,8 @@ class Bus(Protocol):
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         """Returns the answer. Raises the error with which the server replied, BadMessage for an
-        answer of another kind, BusTimeout or NoResponders."""
+        answer of another kind, BusTimeout (CutOff: whoever was asked is not why) or
+        NoResponders."""
 
     async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:
         """Calls the first handler that takes the message's kind, one message after the other, in

@@ -14,8 +14,16 @@ from typing import Any, NamedTuple, Self, TypeVar, TypeVarTuple
 from shared.bus.base import SERVERS, KvEntry, M, On, Server
 from shared.bus.delivery import Delivery, check_key, check_size, check_ttl
 from shared.bus.memory_buckets import Bucket, Watch
-from shared.clock import wall_ns
-from shared.errors import BusError, BusTimeout, KeyExists, LambdaScaleError, NoResponders, NotFound
+from shared.clock import now, wall_ns
+from shared.errors import (
+    BusError,
+    BusTimeout,
+    CutOff,
+    KeyExists,
+    LambdaScaleError,
+    NoResponders,
+    NotFound,
+)
 from shared.messages import Message, encode
 
 T = TypeVar("T")
@@ -87,6 +95,10 @@ class MemoryBroker:
 
     async def connect(self, bus: "MemoryBus") -> None:
         """Returns once the bus is connected. BusError if it cannot be."""
+
+    def connected_at(self, bus: "MemoryBus") -> float | None:
+        """When the client connected for the last time; None: it is not connected now."""
+        return 0.0
 
     def disconnect(self, bus: "MemoryBus") -> None:
         """The bus closed in good order: what it sent before is delivered."""
@@ -184,7 +196,7 @@ class MemoryBus(Delivery):
 
     @property
     def is_up(self) -> bool:
-        return self._open
+        return self._open and self._broker.connected_at(self) is not None
 
     def check_open(self) -> None:
         if not self._open:
@@ -196,14 +208,17 @@ class MemoryBus(Delivery):
 
     async def request(self, subject: str, message: Message, reply: type[M], *, timeout: float) -> M:
         self.check_open()
-        place = Reply(self)
+        asked_at, place = now(), Reply(self)
         self._requests[place] = None
         try:
             async with asyncio.timeout(timeout):
                 self._broker.send(self, subject, check_size(encode(message), subject), place)
                 data = await place.answer
         except TimeoutError as error:
-            raise BusTimeout(f"{subject}: no answer within {timeout} s") from error
+            connected_at = self._broker.connected_at(self)
+            cut_off = connected_at is None or connected_at > asked_at
+            kind = CutOff if cut_off else BusTimeout
+            raise kind(f"{subject}: no answer within {timeout} s") from error
         finally:
             place.answer.cancel()
             del self._requests[place]

@@ -22,7 +22,7 @@ from shared.bus.delivery import Tasks
 from shared.bus.nats_client import PromptClient
 from shared.bus.nats_ends import address_of, check_payload, check_version, identity_of, version_of
 from shared.config import BusConfig
-from shared.errors import BusError, BusTimeout, NoResponders, NotPermitted
+from shared.errors import BusError, BusTimeout, CutOff, NoResponders, NotPermitted
 
 CALL_TIMEOUT_S = 5.0
 _RECONNECT_WAIT_S = 0.2
@@ -76,6 +76,8 @@ class _Call:
     """Whether it ends with the connection."""
     lost = False
     """Whether it ended so."""
+    cut_off = False
+    """Whether there was no connection for some of the time."""
 
     def __init__(self, subjects: tuple[str, ...]) -> None:
         """`subjects`: what it publishes or subscribes to."""
@@ -155,7 +157,8 @@ class Connection:
         self, what: str, timeout: float = CALL_TIMEOUT_S, on: tuple[str, ...] = ()
     ) -> AsyncIterator[None]:
         """Wraps one exchange with the server: it begins when connected, never hangs, and raises
-        typed errors: NotPermitted at once if NATS refuses what is said or heard `on` a subject.
+        typed errors: NotPermitted at once if NATS refuses what is said or heard `on` a subject,
+        CutOff if no answer came and there was no connection for some of the time.
 
         If the connection is lost, a call of up to CALL_TIMEOUT_S ends at once: its answer would be
         there in a moment, so it is lost as well, and the caller can ask again. The answer to a
@@ -163,6 +166,7 @@ class Connection:
         """
         self.check_open()
         call = _Call(tuple(subject.lower() for subject in on))
+        call.cut_off = not self._up.is_set()
         try:
             with _cancellation_kept():
                 async with asyncio.timeout(timeout) as call.scope:
@@ -184,7 +188,7 @@ class Connection:
             else:
                 state = "no answer" if self._up.is_set() else "not connected to NATS"
                 why = f"{state} within {timeout} s"
-            raise BusTimeout(f"{what}: {why}") from error
+            raise (CutOff if call.cut_off else BusTimeout)(f"{what}: {why}") from error
         except (
             nats.errors.NoRespondersError,
             nats.js.errors.NoStreamResponseError,
@@ -335,6 +339,7 @@ class Connection:
             self._up.clear()
             self.log.warning("NATS disconnected", error=repr(self._last_error))
             for call in self._calls:
+                call.cut_off = True
                 if call.dies:
                     call.lost = True
                     call.end()

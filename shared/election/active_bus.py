@@ -9,7 +9,7 @@ import msgspec
 
 from shared.bus.base import Bus, KeyValue, KvEntry, Log, M, ObjectStore, On, Server, Subscription
 from shared.election.election import Election
-from shared.errors import BusTimeout, KeyExists, Superseded
+from shared.errors import CutOff, KeyExists, Superseded
 from shared.messages import Message
 from shared.messages.base import Term
 
@@ -48,7 +48,7 @@ class ActiveBus:
                 async with asyncio.timeout(timeout):
                     await self._election.confirm()
             except TimeoutError as error:
-                raise BusTimeout(f"{subject}: this {self._term.role} may not be active") from error
+                raise CutOff(f"{subject}: this {self._term.role} may not be active") from error
         return await self._bus.request(subject, self._stamped(message), reply, timeout=timeout)
 
     async def subscribe(self, subject: str, *handlers: On[Any]) -> Subscription:

@@ -12,16 +12,17 @@ from services.planner.core.commands import SendPlan
 from services.planner.core.desk import Desk
 from services.planner.core.fleet import PACE_PER_MEMBER_S
 from services.planner.core.stimuli import Answer, Failed
-from shared.errors import LambdaScaleError, NotFound, PlanError
+from shared.errors import CutOff, LambdaScaleError, NoResponders, NotFound, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import ModelRecord, NodeInfo
 from shared.messages.scaling import ApplyPlan, EventRecord, Pull, Transfer
 
-APPLY_S = 8.0
-"""Seconds after which an answer counts as lost."""
-MANIFEST_WAIT_S = 2.0
-"""Seconds to wait for a node that joined, or a model that was published, a moment ago: the node may
-not know the model yet."""
+APPLY_S = 12.0
+"""Seconds after which an answer counts as lost: longer than the shell waits for it, also when it
+must confirm first that this planner may speak."""
+EARLY_S = 2.0
+"""Seconds to wait for a target that is not ready to take an order yet: it, or the model, is new and
+it does not know the model; or the bus was away and came back here first."""
 AT_ONCE_S = 0.02
 """Blocks that come over links are reported one by one if there would be less than this between
 reports."""
@@ -47,7 +48,8 @@ class Orders:
         self._open: dict[int, NodeId] = {}
         """The open questions, with the node that was asked."""
         self._again: dict[NodeId, float] = {}
-        """When targets that do not know the model yet are asked again."""
+        """When targets are asked again: they do not know the model yet, or this planner was cut off
+        from them."""
         self._parts: dict[NodeId, list[Transfer]] = {}
         """What each target receives by the current revision."""
         self._later: list[list[NodeId]] = []
@@ -55,6 +57,8 @@ class Orders:
         self._wave_ends_at = NEVER
         """When the next wave is sent, unless all targets of the last one answer before."""
         self._give_up_at = NEVER
+        self._was_cut_off = False
+        """Whether this planner was, while it gave these orders."""
 
     @property
     def done(self) -> bool:
@@ -68,7 +72,8 @@ class Orders:
     def send(self, record: EventRecord, targets: Iterable[NodeId], promoting: Promoting) -> None:
         """Begins to send the record's revision."""
         self.refused, self.gone, self._open, self._again = {}, set(), {}, {}
-        self._give_up_at = self._desk.at + MANIFEST_WAIT_S
+        self._give_up_at = self._desk.at + EARLY_S
+        self._was_cut_off = False
         self._parts = _parts(record)
         # A target that receives nothing loads all of its part from its own disk: at once.
         begins = {n: min((t.step for t in self._parts.get(n, ())), default=0) for n in targets}
@@ -130,12 +135,21 @@ class Orders:
         if node is None:
             return
         if isinstance(answer, Failed):
-            if isinstance(answer.error, NotFound) and self._desk.at < self._give_up_at:
+            if self._may_take_it_yet(answer.error):
                 self._again[node] = self._desk.at + self._desk.settings.tick_s
             else:
                 self.refused[node] = answer.error
         if not self._open:
             self._send_wave(record, promoting)
+
+    def _may_take_it_yet(self, error: LambdaScaleError) -> bool:
+        if isinstance(error, CutOff):  # it may even have taken it
+            self._was_cut_off, self._give_up_at = True, self._desk.at + EARLY_S
+            return True
+        is_early = isinstance(error, NotFound) or (
+            self._was_cut_off and isinstance(error, NoResponders)
+        )
+        return is_early and self._desk.at < self._give_up_at
 
     def on_gone(self, node: NodeId) -> None:
         """The node will not answer any question."""

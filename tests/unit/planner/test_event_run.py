@@ -8,9 +8,10 @@ import pytest
 
 from services.planner.core import lateness
 from services.planner.core.multicast.strategies import lower_bound
+from services.planner.core.orders import EARLY_S
 from services.planner.core.replicas import RETRY_S
 from shared import subjects
-from shared.errors import CapacityExceeded, NotFound
+from shared.errors import CapacityExceeded, CutOff, NoResponders, NotFound
 from shared.ids import NodeId
 from shared.messages.scaling import EventState
 from shared.messages.story import StoryQuery, Told
@@ -147,6 +148,29 @@ async def test_a_node_that_does_not_know_the_model_yet_is_waited_for(cluster: Cl
     n1.refuse = None
     done = await cluster.until_event(EventState.COMPLETE)
     assert (done.id, done.revision) == (event, 0)
+
+
+async def test_while_the_planner_is_cut_off_targets_are_asked_again(cluster: Cluster) -> None:
+    _, n1 = await cluster.serve(nodes=2)
+    n1.refuse = CutOff("not connected to NATS")
+    event = await cluster.scale(2)
+    await cluster.until_event(EventState.TRANSFERRING)
+    await asyncio.sleep(2 * EARLY_S)
+    n1.refuse = NoResponders("the bus is back here, and not there yet")
+    await asyncio.sleep(EARLY_S / 2)
+    n1.refuse = None
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert (done.id, done.revision) == (event, 0)
+
+
+async def test_a_target_that_is_gone_after_the_bus_was_away_is_left_out(cluster: Cluster) -> None:
+    _, n1, _ = await cluster.serve(nodes=3)
+    n1.refuse = CutOff("not connected to NATS")
+    await cluster.scale(3)
+    await cluster.until_event(EventState.TRANSFERRING)
+    n1.refuse = NoResponders("nobody serves it")
+    done = await cluster.until_event(EventState.COMPLETE)
+    assert (done.targets, done.revision) == (("n2",), 1)
 
 
 async def test_arrivals_that_are_not_heard_of_are_seen_in_reports(cluster: Cluster) -> None:

@@ -10,7 +10,7 @@ import pytest
 from shared.bus.base import KvEntry, KvOp, On
 from shared.bus.memory import MemoryBus
 from shared.clock import now
-from shared.errors import BusError, BusTimeout, NoResponders
+from shared.errors import BusError, BusTimeout, CutOff, NoResponders
 from shared.ids import RequestId
 from shared.messages import Message
 from shared.messages.serving import Cancel
@@ -132,6 +132,28 @@ async def test_a_request_waits_for_the_connection(world: World) -> None:
     asyncio.get_running_loop().call_later(3, world.broker.recover)
     assert await world.ask(10) == numbered(0)
     assert now() == pytest.approx(3 + RECONNECT_S, abs=0.01)
+
+
+@in_world
+async def test_an_error_says_whether_whoever_asked_was_cut_off(world: World) -> None:
+    async def timed_out(timeout: float) -> bool:
+        with pytest.raises(BusTimeout) as raised:
+            await world.ask(timeout)
+        return isinstance(raised.value, CutOff)
+
+    world.broker.cut("far")
+    assert not await timed_out(DETECT_S + 1)
+    assert world.near.is_up
+    assert not world.far.is_up
+    world.broker.cut("near")
+    assert world.near.is_up
+    assert not await timed_out(DETECT_S - 1)
+    assert await timed_out(2)
+    assert not world.near.is_up
+    asyncio.get_running_loop().call_later(1, world.broker.heal, "near")
+    assert await timed_out(2)
+    assert world.near.is_up
+    assert not await timed_out(2)
 
 
 @in_world
