@@ -123,8 +123,9 @@ class Moves:
     def relieve(self, now: float) -> None:
         """Submits prompts that have long waited for KV inside their nodes to instances that have
         enough for them by now. A few are looked at, on the nodes that have been short of KV for
-        longest, since this happens again and again."""
-        waiting = filter(None, map(_last_to_begin, self._table.short.values()))
+        longest, since this happens again and again. Of a node that is silent nothing is known."""
+        short = (route for route in self._table.short.values() if route.kv_left(now) < 0)
+        waiting = filter(None, map(_last_to_begin, short))
         found = islice(waiting, RELIEVED)
         for request in sorted(found, key=lambda request: request.submitted_at):
             if now - request.submitted_at < SHORT_S:

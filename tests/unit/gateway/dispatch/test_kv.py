@@ -123,6 +123,18 @@ def test_who_waits_long_inside_a_node_goes_where_its_kv_is_free() -> None:
     assert driver.dispatch._ledger.requests[RequestId("a")].instance == second.id
 
 
+def test_who_waits_inside_a_node_that_has_fallen_silent_stays() -> None:
+    first, second = replica(1), replica(2)
+    driver = sent_ahead(first, second)
+    driver.take("a", 1)
+    say(driver, first, -80)
+    driver.later(KV_TOLD_S + 0.1)
+    say(driver, second, 100)
+    assert sent(driver.later(0.0)) == []
+    say(driver, first, -80)
+    assert sent(driver.later(0.0)) == [("a", second.id, 2)]
+
+
 def test_few_that_wait_are_looked_at_at_a_time() -> None:
     short = [replica(number) for number in range(RELIEVED + 1)]
     target = msgspec.structs.replace(replica(RELIEVED + 1), slots=2 * RELIEVED)
