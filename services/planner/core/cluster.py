@@ -395,9 +395,17 @@ class Cluster:
         return max(1, self._slots)
 
     def free(self, node: NodeId) -> int | None:
-        """Free bytes of a live node's arena; None: it has said nothing yet."""
+        """Free bytes of a live node's arena, as it said last; None: it has said nothing yet."""
         said = self._of_node(node)
         return said.status.arena_free if said is not None and said.status.seq >= 0 else None
+
+    def come_since(self, node: NodeId) -> list[ModelId]:
+        """Models of which something has arrived in the arena of a live node that had no space for
+        them when it said what is free."""
+        said = self._of_node(node)
+        if said is None:
+            return []
+        return [m for m in said.arrived if not _in_arena(said.holdings.get(m, ()))]
 
     def load_s(self, model: ModelRecord) -> float:
         """About how many seconds it takes to bring a copy of the model back from the fastest disk
@@ -528,3 +536,7 @@ def _list(index: dict[_Key, set[NodeId]], key: _Key, node: NodeId, *, there: boo
     index[key].discard(node)
     if not index[key]:
         del index[key]
+
+
+def _in_arena(holdings: Iterable[Holding]) -> bool:
+    return any(holding.tier in ARENA for holding in holdings)

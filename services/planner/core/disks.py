@@ -6,13 +6,16 @@ memory all the while in which other models' copies could stay. So loads that kee
 one after the other: the highest priority first, then who has waited for longest. A large load that
 runs keeps no small one waiting, since that is over sooner; and what is read for lower priorities
 keeps nobody waiting.
+
+No plan deals blocks to several disks quite evenly, so one of them is free first. The next load
+begins then, and gets the less from a disk the more that has still to read (`tiers.shares`): all
+disks are read all the time.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass
-from statistics import median_low
+from dataclasses import dataclass, field, replace
 
 from services.planner.core.links import Links
 from services.planner.core.tiers import apart, machine
@@ -21,36 +24,69 @@ from shared.messages.pool import NodeInfo
 
 BUSY = 0.75
 """A disk is busy if it is read for this share of the time."""
+EARLY_S = 0.05
+"""Seconds before a disk is free at which the next load begins: until it reads, memory gives way to
+it, and nodes are given orders."""
 
 
 @dataclass(frozen=True, slots=True)
 class Read:
     """What a load reads from disks."""
 
-    disks: Collection[str]
-    """Names of machines, whose nodes share a disk."""
+    left: Mapping[str, float]
+    """By the name of the machine, whose nodes share a disk: seconds until the disk has read what
+    the load needs, if it reads nothing else; inf: not known."""
     nbytes: int
     """How much of the model is still to come."""
     priority: int
     share: float = 1.0
     """For which share of the time it keeps the disks busy."""
-    seconds: float = math.inf
-    """For how much longer it reads them if nothing else does; inf: not known."""
+    block_s: Mapping[str, float] = field(default_factory=dict)
+    """In how many seconds each disk reads the largest block."""
+
+    @property
+    def free_in(self) -> float:
+        """Seconds until the first of the disks is free for another load."""
+        return soon(min(self.left.values(), default=0.0)) if self.share >= BUSY else 0.0
+
+    def expected(self, seconds: Mapping[str, float]) -> "Read":
+        """With what should be left to each disk, as far as that fits what is known: of the last
+        block any part may have come."""
+
+        def left(disk: str, most: float) -> float:
+            least = max(0.0, most - self.block_s.get(disk, 0.0))
+            return min(most, max(least, seconds.get(disk, most)))
+
+        return replace(self, left={disk: left(disk, most) for disk, most in self.left.items()})
+
+
+def soon(seconds: float) -> float:
+    """Seconds until a load begins that can read a disk in so many seconds."""
+    return max(0.0, seconds - EARLY_S)
 
 
 def begins_in(new: Read, running: Iterable[Read]) -> float:
-    """Seconds until a load begins beside those that run, by what is known now: until these keep at
-    most half of its disks busy. inf: not known. With the first disk that is free, ever more loads
-    would be on their way at once; with the last, the others would be idle."""
+    """Seconds until a load begins beside those that run, by what is known now: until these leave
+    one of its disks free. inf: not known."""
     used, left = defaultdict[str, float](float), defaultdict[str, float](float)
     for read in running:
         if read.nbytes <= new.nbytes and read.priority >= new.priority:
-            for disk in read.disks:
+            for disk, seconds in read.left.items():
                 used[disk] += read.share
-                left[disk] += read.share * read.seconds
-    if not new.disks or median_low(used[disk] for disk in new.disks) < BUSY:
+                left[disk] += seconds
+    if not new.left or min(used[disk] for disk in new.left) < BUSY:
         return 0.0
-    return median_low(left[disk] for disk in new.disks)
+    return soon(min(left[disk] for disk in new.left))
+
+
+def to_read(running: Iterable[Read]) -> dict[str, float]:
+    """For each disk the seconds until it has read what loads need that run, as far as these are
+    known."""
+    seconds = defaultdict[str, float](float)
+    for read in running:
+        for disk, left in read.left.items():
+            seconds[disk] += left if left < math.inf else 0.0
+    return seconds
 
 
 def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> frozenset[str]:
@@ -58,16 +94,11 @@ def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> froze
     return frozenset(machine(infos, node) for node in nodes)
 
 
-def pace(
-    links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]
-) -> tuple[float, float]:
-    """bytes/s at which the disks of nodes are read that send to these targets (0: not known), and
-    for which share of the time: less than 1 if a target's link is slower than all of them together.
-    Where only targets read, each loads everything itself."""
+def share_of_time(links: Links, nodes: Collection[NodeId], targets: Collection[NodeId]) -> float:
+    """For which share of the time disks of nodes are read that send to these targets: less than 1
+    if a target's link is slower than all of them together."""
     ports = [port for port in map(links.port, targets) if port is not None]
-    disks, share = apart(links.nodes, nodes), 1.0
-    rates = [links.disk_rate(disk) for disk in disks]
-    read = min(rates, default=0.0) if set(nodes) <= set(targets) else sum(rates)
-    if read and ports and set(targets).isdisjoint(nodes):
-        share = min(1.0, min(port.into for port in ports) / read)
-    return (share * read if links.are_timed(disks) else 0.0), share
+    read = sum(links.disk_rate(disk) for disk in apart(links.nodes, nodes))
+    if not read or not ports or not set(targets).isdisjoint(nodes):
+        return 1.0
+    return min(1.0, min(port.into for port in ports) / read)

@@ -4,6 +4,7 @@ Its phases are in `event_phases`, and what it does in `event_machine` (the cours
 goes well) and `mending` (what is done when it does not).
 """
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -12,7 +13,7 @@ import msgspec
 from services.planner.core import events
 from services.planner.core.commands import Command, Span, Unreserve
 from services.planner.core.desk import ASK_S, Desk
-from services.planner.core.disks import Read, disks_of, pace
+from services.planner.core.disks import Read, disks_of, share_of_time
 from services.planner.core.event_phases import (
     STEPS,
     Case,
@@ -28,6 +29,7 @@ from services.planner.core.orders import Orders
 from services.planner.core.placement import Plan, Roles
 from services.planner.core.standing import Standing
 from services.planner.core.tickets import Ticket
+from services.planner.core.tiers import machine
 from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
@@ -86,11 +88,15 @@ class EventBase:
         self._case = Case("")
         self._stalls = 0
         self._news_at = desk.at
+        self._reading_s: Mapping[str, float] = {}
+        """See `Links`: when the event began."""
         self._read: Read | None = None
         """See `read`."""
         self._read_of: tuple[EventState, int] | None = None
         """The plan of which it was found."""
         self._read_until = 0.0
+        self._read_by: dict[str, float] = {}
+        """When each disk should have read all that this plan needs of it."""
         self._patience = STALL_S + max(model.block_bytes, default=0) / STALL_BYTES_PER_S
         """For how long it waits for a block."""
 
@@ -158,33 +164,49 @@ class EventBase:
         """What it reads from disks. None: nothing, or nothing more.
 
         Models that wait ask every event again and again, and one of a thousand targets has much to
-        look through. So what was found counts for READ_S, until there is another plan, or until it
-        should be over."""
+        look through. So what was found counts for READ_S, until there is another plan, or until all
+        should be read. Meanwhile, and for blocks that have come in part, what should be left by now
+        counts."""
         if self.over:
             return None
         at, plan = self._desk.at, (self.record.state, self.record.revision)
         if self._read_of != plan or at >= self._read_until:
-            self._read, self._read_of = self._find_read(), plan
-            left_s = self._read.seconds if self._read is not None else NEVER
-            self._read_until = at + min(READ_S, left_s)
-        return self._read
+            self._read = found = self._find_read()
+            if found is not None and self._read_of != plan:
+                busy_s = self._reading_s
+                self._read_by = {d: at + busy_s.get(d, 0.0) + s for d, s in found.left.items()}
+            left_s = max(found.left.values()) if found is not None else NEVER
+            self._read_of, self._read_until = plan, at + min(READ_S, left_s)
+        if self._read is None:
+            return None
+        return self._read.expected({disk: by - at for disk, by in self._read_by.items()})
 
     def _find_read(self) -> Read | None:
         sizes, cluster, model = self._model.block_bytes, self._desk.cluster, self._model
         if self._roles is None or self.record.state is EventState.DECIDED:
             if cluster.in_memory(model.model_id, self._every):
                 return None
-            return Read(disks_of(cluster.nodes, self._on_disk()), sum(sizes), model.priority)
+            disks = disks_of(cluster.nodes, self._on_disk())
+            return Read(dict.fromkeys(disks, NEVER), sum(sizes), model.priority)
         lacking = {node: self._wanted_by(node) - self._held(node) for node in self._incomplete}
-        own = {n for n, blocks in lacking.items() if self._promoting.get(n, _NONE) & blocks}
-        nodes = own | (self._senders() & self._on_disk().keys())
-        if not nodes:
+        own = {n: self._promoting.get(n, _NONE) & blocks for n, blocks in lacking.items()}
+        nbytes = Counter({n: sum(sizes[block] for block in own[n]) for n in own if own[n]})
+        on_disk = self._on_disk()
+        for transfer in self.record.transfers:
+            if transfer.src in on_disk and transfer.block in lacking.get(transfer.dst, _NONE):
+                nbytes[transfer.src] += sizes[transfer.block]
+        if not nbytes:
             return None
+        links, largest = self._links(), max(sizes)
+        left, block_s = defaultdict[str, float](float), dict[str, float]()
+        for node, count in nbytes.items():
+            disk, rate = machine(cluster.nodes, node), links.disk_rate(node)
+            left[disk] += count / rate if links.are_timed([node]) else NEVER
+            block_s[disk] = largest / rate
         missing = frozenset[int]().union(*lacking.values())
-        nbytes = sum(sizes[block] for block in missing)
-        rate, share = pace(self._links(), nodes, self.record.targets)
-        seconds = nbytes / rate if rate else NEVER
-        return Read(disks_of(cluster.nodes, nodes), nbytes, model.priority, share, seconds)
+        of_model = sum(sizes[block] for block in missing)
+        share = share_of_time(links, nbytes.keys(), self.record.targets)
+        return Read(left, of_model, model.priority, share, block_s)
 
     def _senders(self) -> set[NodeId]:
         """The senders of what is still to come."""

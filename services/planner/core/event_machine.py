@@ -5,13 +5,13 @@ then is answered with one revision.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
 
 import msgspec
 
 from services.planner.core import commands, events
 from services.planner.core.arrivals import News
 from services.planner.core.desk import ASK_S
-from services.planner.core.disks import BUSY
 from services.planner.core.event_base import NEVER, THINK_S
 from services.planner.core.event_phases import Case, Joined, Phase, Trouble
 from services.planner.core.forecast import later
@@ -58,9 +58,11 @@ class EventMachine(Growing):
 
     # --- from the decision to the first bytes ---
 
-    def start(self, needs: Needs, exclude: tuple[NodeId, ...]) -> None:
-        """Reserves targets for what replicas lack."""
-        self._promised = needs
+    def start(
+        self, needs: Needs, exclude: tuple[NodeId, ...], reading_s: Mapping[str, float]
+    ) -> None:
+        """Reserves targets for what replicas lack. `reading_s`: see `Links`."""
+        self._promised, self._reading_s = needs, reading_s
         self._desk.announce(self.record)
         self._tell(f"decided: {self.record.cause}")
         event, reserve = self.record.id, self._reserve(needs, exclude)
@@ -165,7 +167,7 @@ class EventMachine(Growing):
             roles=by_part,
             held={node: self._held(node) for node in targets},
             model=self._model,
-            links=self._links(),
+            links=replace(self._links(), reading_s=self._reading_s),
             strategy=settings.strategy,
             executing={*targets, *(n for n in roles.memory if self._held(n))},
             max_stages=settings.max_stages,
@@ -203,8 +205,7 @@ class EventMachine(Growing):
         for node in self.record.targets:
             self._look(node)
         if (read := self.read()) is not None:  # it is known now when others may read its disks
-            left_s = read.seconds if read.share >= BUSY else 0.0
-            self._desk.disks_at = min(self._desk.disks_at, now.at + left_s)
+            self._desk.disks_at = min(self._desk.disks_at, now.at + read.free_in)
         self._form_at = now.at + plan.setup_s
         if plan.setup_s <= 0:
             self._send(self.record.targets)

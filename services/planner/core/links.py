@@ -9,6 +9,7 @@ import msgspec
 from services.planner.core.cluster import DISK_BYTES_PER_S
 from services.planner.core.kv_traffic import NO_FLOW, Flow, is_taken, left, words
 from services.planner.core.multicast.fabric import Fabric, Port
+from services.planner.core.tiers import machine
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import NodeInfo, Profile
 from shared.messages.scaling import Transfer
@@ -33,6 +34,8 @@ class Links:
     """The KV that is expected at nodes' ports."""
     disk_bytes_per_s: int = DISK_BYTES_PER_S
     """The rate of disks that were not measured."""
+    reading_s: Mapping[str, float] = field(default_factory=dict)
+    """For how many seconds other loads read disks, by the names of machines."""
     spares: bool = False
     """Whether nodes whose way out KV takes send nothing else."""
 
@@ -68,6 +71,10 @@ class Links:
     def disk_rate(self, node: NodeId) -> float:
         """bytes/s of the node's disk: what is assumed of disks if it has not been measured."""
         return self.profiles.get(node, _UNMEASURED).load_bytes_per_s or self.disk_bytes_per_s
+
+    def busy_s(self, node: NodeId) -> float:
+        """For how many seconds the node's disk is read for other loads."""
+        return self.reading_s.get(machine(self.nodes, node), 0.0)
 
     def are_timed(self, nodes: Iterable[NodeId]) -> bool:
         """Whether the rates of these nodes' disks have been measured."""

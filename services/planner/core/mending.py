@@ -249,7 +249,7 @@ class Mending(EventBase):
             lost = self._every.difference(*held.values())
             rates = {node: links.disk_rate(node) for node in sorted(nodes)}
             there = {node: disks[node] & lost for node in rates}
-            for node, blocks in shares(rates, self._model.block_bytes, there).items():
+            for node, blocks in shares(rates, self._model.block_bytes, there, {}).items():
                 held[node] = held.get(node, frozenset()) | blocks
                 if node in self.record.targets:
                     blocks &= self._wanted_by(node)

@@ -311,7 +311,8 @@ class _Ways:
                 rates[node] = links.disk_rate(node)
             elif port.out:
                 rates[node] = port.out
-        dealt = shares(rates, task.block_bytes, dict.fromkeys(rates, self._every))
+        busy_s = {node: links.busy_s(node) for node in disks}
+        dealt = shares(rates, task.block_bytes, dict.fromkeys(rates, self._every), busy_s)
         now = [dealt.get(n, frozenset()) | self._held.get(n, frozenset()) for n in nodes]
         wanted = [i for i, node in enumerate(nodes) if node in receiving]
         moves = repair_soonest(now, wanted, task)

@@ -43,6 +43,8 @@ model that has load, MOST_S at most: of a hundred models, each has another load 
 RETRY_S = 1.0
 """Seconds between a failed event and the next one. It doubles with each further failure."""
 RETRY_MAX_S = 30.0
+NO_ROOM_RETRY_S = 0.05
+"""The same after an event for which no node had room any more: another model was first."""
 NEVER = float("inf")
 
 
@@ -184,7 +186,9 @@ class Replicas:
         elif event.record.state is EventState.FAILED:
             why, id_ = event.record.error or event.record.state.value, event.record.id
             self.note(Verdict.FAILED, self.sizing.wants, why, event=id_)
-            self._retry_at = self._desk.at + min(RETRY_S * 2**self._failed, RETRY_MAX_S)
+            retry_s = NO_ROOM_RETRY_S if event.no_room else RETRY_S
+            self._retry_at = self._desk.at + min(retry_s * 2**self._failed, RETRY_MAX_S)
+            self.waits_since_ns = event.record.wanted_ns
             self._failed += 1
             self._decide_by(self._retry_at)
         self.decide_soon()
@@ -240,6 +244,7 @@ class Replicas:
             self._grow(decision, have + coming + missing, leaving)
         else:
             self.waits_since_ns, self._no_room = 0, False
+            self._rooms.wants_none(self.record.model_id)
         self._fleet.within_s = self.record.ttft_s if self._full else 0.0
         if not self.scaling:
             self._shrink(decision)
@@ -405,9 +410,10 @@ class Replicas:
             record.trace,
             attributes={"cause": decision.cause, "replicas": decision.replicas},
         )
-        self.follow(EventMachine(self._desk, self.record, record, self._standing)).start(
-            needs, self._not_here()
-        )
+        self._rooms.leave(self.record.model_id)
+        reading_s = self._rooms.reading_s(self.record.model_id)
+        event = self.follow(EventMachine(self._desk, self.record, record, self._standing))
+        event.start(needs, self._not_here(), reading_s)
 
     def follow(self, event: EventMachine) -> EventMachine:
         self.event, self._ended, self.waits_since_ns = event, False, 0

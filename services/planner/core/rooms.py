@@ -7,10 +7,11 @@ other model may. What gives way is told after the stimulus has been handled.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from math import inf
 
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
-from services.planner.core.disks import Read, begins_in, disks_of
+from services.planner.core.disks import Read, begins_in, disks_of, to_read
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import Duty, ModelRecord, Tier
 
@@ -21,6 +22,9 @@ second."""
 
 LOOK_S = 0.005
 """Models that wait for disks ask no more often than this, times their number."""
+KEPT_S = 1.0
+"""For so long disks are kept for a model that waits for room to be made. If others began meanwhile,
+and made room too, memory would be empty before anything can be read into it."""
 Turn = tuple[int, float]
 """(-priority, since when a model waits). The least turn is first."""
 
@@ -52,6 +56,9 @@ class Rooms:
         """Models that have found no room, and want some."""
         self._for_disks: dict[ModelId, tuple[Turn, Read]] = {}
         """Models that wait for disks, and what they read from them."""
+        self._next: dict[ModelId, tuple[Turn, Read, float]] = {}
+        """Models that have found their disks free, and may still wait for room; until when the
+        disks are kept for them."""
         self._desk = desk
         self._claims = claims
         self._loading = loading
@@ -92,6 +99,8 @@ class Rooms:
         room = make_room(claimant, needs, claims, devices, self._desk.at)
         if not room.free:
             self.waiting.add(model)
+        if not (room.free or room.made or room.busy):
+            self._next.pop(model, None)
         for node in room.free:
             self._promise(node, claimant, made=False)
         names = {claim.model: claim.name for claim in claims}
@@ -111,15 +120,23 @@ class Rooms:
         """Why a load of the model waits until others have read the disks that it needs; empty: it
         may begin. `turn`: models with the least turn are first."""
         cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
-        self._for_disks.pop(model.model_id, None)
+        self.leave(model.model_id)
         if cluster.in_memory(model.model_id, every):
             return ""
         disks = disks_of(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
-        new, running = Read(disks, model.nbytes, model.priority), self._reads(model.model_id)
-        wait_s = begins_in(new, running)
+        new = Read(dict.fromkeys(disks, inf), model.nbytes, model.priority)
+        running = self._reads(model.model_id)
+        ahead = [
+            (read, until)
+            for theirs, read, until in self._next.values()
+            if theirs < turn and self._desk.at < until
+        ]
+        wait_s = begins_in(new, [*running, *(read for read, _ in ahead)])
+        wait_s = min([wait_s, *(until - self._desk.at for _, until in ahead)])
         if not wait_s:
             first = self._first(turn, running)
             if first is None:
+                self._next[model.model_id] = turn, new, self._desk.at + KEPT_S
                 return ""
             del self._for_disks[first]  # it says so again if it still wants them
             self._desk.disks_at = self._desk.at
@@ -137,6 +154,20 @@ class Rooms:
         """What the model waited for is void. It asks again if it still wants something."""
         self.waiting.discard(model)
         self._for_disks.pop(model, None)
+
+    def wants_none(self, model: ModelId) -> None:
+        """The model has all replicas that it wants: others need not wait for it."""
+        if self._next.pop(model, None) is not None:
+            self._desk.disks_at = self._desk.at
+
+    def leave(self, model: ModelId) -> None:
+        """The model no longer waits for disks, and none are kept for it: its load begins."""
+        self._for_disks.pop(model, None)
+        self._next.pop(model, None)
+
+    def reading_s(self, model: ModelId) -> dict[str, float]:
+        """`Links.reading_s` for an event of the model that begins."""
+        return to_read(self._reads(model))
 
     def _first(self, turn: Turn, running: Sequence[Read]) -> ModelId | None:
         """A model that has waited for disks for longer, and may begin now, too."""
@@ -174,11 +205,14 @@ class Rooms:
 
     def _devices(self, claims: Iterable[Claim], taken: frozenset[NodeId]) -> list[Device]:
         cluster, coming = self._desk.cluster, Counter[NodeId]()
+        sizes = {claim.model: claim.nbytes for claim in claims}
         for claim in claims:
             coming.update(dict.fromkeys(claim.frees, claim.nbytes))
         devices = []
         for node, info in cluster.nodes.items():
             free = cluster.free(node)
+            if free is not None:
+                free -= sum(sizes.get(model, 0) for model in cluster.come_since(node))
             size = info.arena_bytes
             devices.append(
                 Device(

@@ -33,13 +33,17 @@ def shares(
     rates: Mapping[Node, float],
     block_bytes: Sequence[int],
     there: Mapping[Node, AbstractSet[int]],
+    busy_s: Mapping[Node, float],
 ) -> dict[Node, frozenset[int]]:
     """Deals each block to one of the suppliers that have it (`there`), in proportion to their
-    rates, so that the last blocks of all suppliers come at about the same time. Suppliers take
-    turns: whoever receives from several of them always has a block to receive from each."""
+    rates, so that the last blocks of all suppliers come at about the same time: the largest first,
+    each to whoever would be over soonest (Graham's LPT rule). Suppliers take turns: whoever
+    receives from several of them always has a block to receive from each. `busy_s`: for how many
+    seconds a supplier is busy with other things first; 0 for those that are not named."""
     dealt: dict[Node, list[int]] = {node: [] for node in rates}
-    over = dict.fromkeys(rates, 0.0)
-    for block in sorted(frozenset[int]().union(*there.values())):
+    over = {node: busy_s.get(node, 0.0) for node in rates}
+    blocks = sorted(frozenset[int]().union(*there.values()))
+    for block in sorted(blocks, key=lambda block: -block_bytes[block]):
         able = {n: over[n] + block_bytes[block] / rates[n] for n in rates if block in there[n]}
         node = min(able, key=able.__getitem__)
         over[node] = able[node]

@@ -4,14 +4,16 @@ import msgspec
 
 from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
+from services.planner.core.arrivals import Arrivals
 from services.planner.core.rooms import PROMISE_S
 from services.planner.core.usage import PATIENCE_S
-from shared.ids import ModelId
+from shared.ids import EventId, Generation, ModelId, NodeId
 from shared.messages import Ok
 from shared.messages.pool import Holding, ModelRecord, Reserved, Source, Sources, Tier
-from shared.messages.scaling import EventState
+from shared.messages.scaling import EventState, Landed
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
 
+A = NodeId("a")
 FULL = 1000 - 400
 
 
@@ -96,6 +98,28 @@ def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
     stays = "two" if release.message.model_id == id_of("one") else "one"
     holds(driver, copy(stays, Tier.HOST), free=600, disk=DISK)
     assert [r.message.model_id for r in driver.all_asked(commands.Reserve)] == [id_of("three")]
+
+
+def test_memory_that_a_load_took_is_free_for_nobody_before_its_node_says_so() -> None:
+    driver = pool(*(model(name) for name in ("one", "two")))
+    driver.status("a", copy("one", Tier.DISK), copy("two", Tier.DISK), free=500)
+    landing = Landed(
+        block=0,
+        source=A,
+        transport="disk",
+        nbytes=1,
+        started_ns=0,
+        first_byte_ns=0,
+        finished_ns=0,
+        ready_ns=0,
+    )
+    came = Arrivals(EventId("ev"), A, Generation(1), id_of("one"), (landing,), (0.0,))
+    driver.core._cluster.on_arrived(came, 0.0)
+    driver.load(1, name="two")
+    assert not driver.all_asked(commands.Reserve)
+    holds(driver, copy("one", Tier.GPU), free=100, disk=("one", "two"))
+    holds(driver, free=500, disk=("one", "two"))
+    assert driver.asked(commands.Reserve).message.model_id == id_of("two")
 
 
 def serving(low: int = 0, high: int = 0) -> Driver:

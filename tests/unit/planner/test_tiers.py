@@ -1,5 +1,6 @@
 """Shares of several tiers, and the ways between which a plan chooses."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -63,10 +64,49 @@ def after(made: Plan, roles: Roles, held: Held | None = None) -> dict[NodeId, se
 
 
 def test_shares_are_as_the_rates() -> None:
-    dealt = shares({A: 2.0, B: 1.0}, MODEL.block_bytes, {A: EVERY, B: EVERY})
+    dealt = shares({A: 2.0, B: 1.0}, MODEL.block_bytes, {A: EVERY, B: EVERY}, {})
     assert dealt == {A: EVERY - {2, 5, 8, 11}, B: {2, 5, 8, 11}}
-    partly = shares({A: 1.0, B: 1.0}, MODEL.block_bytes, {A: {0, 1}, B: {1, 2}})
+    partly = shares({A: 1.0, B: 1.0}, MODEL.block_bytes, {A: {0, 1}, B: {1, 2}}, {})
     assert partly == {A: {0}, B: {1, 2}}
+
+
+def test_large_blocks_are_dealt_first() -> None:
+    dealt = shares({A: 1.0, B: 1.0}, (1, 1, 1, 3), {A: {0, 1, 2, 3}, B: {0, 1, 2, 3}}, {})
+    assert dealt == {A: {3}, B: {0, 1, 2}}
+
+
+def test_who_is_busy_first_gets_less() -> None:
+    there = {A: EVERY, B: EVERY}
+    sizes = MODEL.block_bytes
+    assert len(shares({A: 100.0, B: 100.0}, sizes, there, {A: 4.0})[A]) == 4
+    assert not shares({A: 100.0, B: 100.0}, sizes, there, {A: 12.0})[A]
+    assert len(shares({A: 100.0, B: 100.0}, sizes, there, {A: 9.0, B: 9.0})[A]) == 6
+
+
+@given(
+    st.lists(st.integers(1, 9), min_size=1, max_size=12),
+    st.lists(st.tuples(st.floats(0.5, 4), st.floats(0, 20)), min_size=1, max_size=5),
+)
+def test_no_supplier_is_over_later_than_it_must_by_more_than_a_block(
+    sizes: list[int], suppliers: list[tuple[float, float]]
+) -> None:
+    rates = {node: rate for node, (rate, _) in zip(NODES, suppliers, strict=False)}
+    busy_s = {node: busy for node, (_, busy) in zip(NODES, suppliers, strict=False)}
+    every = frozenset(range(len(sizes)))
+    dealt = shares(rates, sizes, dict.fromkeys(rates, every), busy_s)
+    assert sorted(block for blocks in dealt.values() for block in blocks) == sorted(every)
+    over = {n: busy_s[n] + sum(sizes[b] for b in dealt[n]) / rates[n] for n in rates}
+    for node, blocks in dealt.items():
+        if blocks:  # the smallest of its blocks was dealt last, and nobody would be over sooner
+            last = min(sizes[block] for block in blocks)
+            others = (over[n] + last / rates[n] for n in rates if n != node)
+            assert over[node] <= min(others, default=over[node]) + 1e-9
+
+
+def test_a_disk_that_is_read_for_others_supplies_less() -> None:
+    roles, known = Roles((), (A, B), (), (C,)), links({A: 100.0, B: 100.0})
+    made = plan(roles, dataclasses.replace(known, reading_s={"host of a": 4.0}))
+    assert Counter(t.src for t in made.transfers) == {A: 4, B: 8}
 
 
 def test_a_disk_reads_one_block_after_the_other() -> None:
