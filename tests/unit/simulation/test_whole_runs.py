@@ -69,7 +69,8 @@ def test_requests_run_over_copies_that_wake() -> None:
         models=(model("llama-2-13b", "m"),),
         nodes=3,
     )
-    rows = [Row(at + 0.001 * i, 2048, 8, "m") for at in (1.0, 20.0) for i in range(16)]
+    bursts = (1.0, 32), (20.0, 16)
+    rows = [Row(at + 0.001 * i, 2048, 8, "m") for at, count in bursts for i in range(count)]
     loads, wakes = run_cluster(spec, rows, seed=0).events
     assert loads.bytes_moved > 0
     assert wakes.bytes_moved == 0
