@@ -32,6 +32,8 @@ PAST = 3
 """A node may be a step ahead of the last token that came from it, and in the next one."""
 MOST_UNHEARD = 16
 """The most tokens that a node is taken to have sent in vain."""
+FAST_S = 0.02
+"""The pace of tokens that is taken for that of an instance which was not measured."""
 _NOTHING = 1e-6
 """Sums of weights are no less than this, but for what rounding leaves of them."""
 
@@ -306,7 +308,7 @@ class Route:
         """The index of a token that a request's attempt here has surely not come to, at the pace of
         the instance, if no more than MOST_UNHEARD tokens were lost."""
         silent_s = now - request.progress_at
-        unheard = round(silent_s / self.token_s) if self.token_s else 0
+        unheard = round(silent_s / (self.token_s or FAST_S))
         return request.due + PAST + min(unheard, MOST_UNHEARD)
 
     def forget_speed(self) -> None:

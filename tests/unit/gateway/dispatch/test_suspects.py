@@ -4,7 +4,7 @@ import pytest
 
 from services.gateway.core.breaker import PAUSE_S
 from services.gateway.core.commands import AskWhoDied, Command, Send
-from services.gateway.core.routes import PAST
+from services.gateway.core.routes import FAST_S, MOST_UNHEARD, PAST
 from services.gateway.core.suspects import TOLD_S
 from shared.errors import BusTimeout, CapacityExceeded, NoResponders
 from shared.ids import GatewayId, RequestId
@@ -35,6 +35,17 @@ def test_a_request_that_kills_its_node_twice_is_refused() -> None:
     assert not sent(driver.later(1.0)), "it waits until its node has answered, or nobody has"
     assert refused(judge(driver, ask, dead=True)) == ["a"]
     driver.dispatch.validate()
+
+
+@pytest.mark.parametrize(("silent_s", "unheard"), [(0.1, 5), (10.0, MOST_UNHEARD)])
+def test_tokens_may_have_been_lost_before_the_pace_is_known(silent_s: float, unheard: int) -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    driver.take("a", 1)
+    driver.later(silent_s)
+    (send,) = (each for each in driver.publish(replica(2)) if isinstance(each, Send))
+    assert FAST_S == 0.02
+    assert send.submit.alone_until == 4 + PAST + unheard
 
 
 def test_a_node_that_had_not_taken_it_convicts_nobody() -> None:
