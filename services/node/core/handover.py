@@ -52,6 +52,7 @@ from services.node.core.microbatches import (
     KvAsk,
     KvHere,
     Send,
+    Stop,
     Yield,
 )
 from services.node.core.profile import token_s
@@ -475,10 +476,11 @@ class Takings:
         return Send(stage.address, ask, cause=self._handled.cause)
 
     def _yield(self, taking: Taking) -> list[Command]:
-        """Asks the old leader for the sequence."""
+        """Asks the old leader for the sequence. What is still being brought is of no use then."""
         taking.to(Phase.YIELDING)
-        sequence = taking.sequence
+        sequence, cause = taking.sequence, self._handled.cause
         message = Yield(
             taking.source, secret_of(sequence.submit), sequence.path.leader, sequence.key
         )
-        return [Send(taking.stages[0].address, message, cause=self._handled.cause)]
+        stop = [Stop(sequence.key, cause=cause)] if taking.bringing else []
+        return [*stop, Send(taking.stages[0].address, message, cause=cause)]

@@ -347,3 +347,14 @@ def test_whole_pages_that_fail_are_computed_whatever_has_come_of_a_round() -> No
     assert taker.brought(bulk, right=False) == [taker.yields]
     assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
     assert taker.kv.came == {}
+
+
+def test_a_round_is_stopped_when_the_whole_pages_have_failed() -> None:
+    taker = Taker(short=True)
+    bulk, _ = lent(taker, END, ran=END + 9)
+    more = taker.here(END, END + 9, ran=END + 11)
+    commands = taker.core.brought(bulk, right=False)
+    assert [command for command in commands if isinstance(command, Stop)] == [Stop("r#2")]
+    assert messages(commands) == [KvDone("region"), taker.yields]
+    assert taker.brought(more, right=False) == []
+    assert taker.goes_on((7, 8)) == (0, (*PROMPT, 7, 8))
