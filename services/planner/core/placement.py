@@ -224,7 +224,8 @@ class _Ways:
         """
         roles, links = self._roles, self._links
         own = tuple(node for node in roles.disk if node in roles.receiving)
-        away = tuple(node for node in roles.disk if node not in roles.receiving)
+        elsewhere = (node for node in roles.disk if node not in roles.receiving)
+        away = tuple(sorted(elsewhere, key=self._known.busy_s))
         nodes = tuple(dict.fromkeys((*roles.memory, *roles.disk, *roles.receiving)))
         small = len(nodes) * self._model.n_blocks < LARGE
         if self._strategy != AUTO or links.fabric(nodes) is None:

@@ -68,6 +68,7 @@ def test_the_first_disk_that_is_free_is_enough() -> None:
     assert begins_in(new, [of_a]) == NOW
     assert begins_in(new, [of_a, Read({B: 1.0}, 10, 0)]) == 1.0 - EARLY_S
     assert begins_in(new, [Read({A: 2.0, B: UNKNOWN}, 10, 0)]) == 2.0 - EARLY_S
+    assert begins_in(new, [Read({A: 2.0}, 10, 0, 0.4), Read({B: 1.0}, 10, 0)]) == NOW
     assert begins_in(Read({}, 10, 0), [of_a]) == NOW
     assert Read({A: 2.0, B: 1.0}, 10, 0).free_in == 1.0 - EARLY_S
     assert Read({A: 2.0}, 10, 0, 0.4).free_in == NOW
@@ -378,11 +379,36 @@ def test_they_are_not_kept_for_ever() -> None:
     assert not rooms.disks_for(model("one"), (0, 0.0))
     assert rooms.disks_for(model("two"), (0, 1.0))
     assert desk.disks_at == desk.at + KEPT_S
-    desk.now = Moment(desk.at + KEPT_S, desk.now.wall_ns)
+    desk.now = Moment(desk.at + KEPT_S + 0.1, desk.now.wall_ns)
     assert not rooms.disks_for(model("two"), (0, 1.0))
 
 
-def test_they_are_not_kept_for_who_finds_no_room_or_wants_none() -> None:
+def test_they_are_not_kept_from_who_has_waited_for_longer() -> None:
+    rooms = on_disks(*map(model, ("one", "two"))).core._machines.rooms
+    assert not rooms.disks_for(model("one"), (0, 1.0))
+    assert not rooms.disks_for(model("two"), (0, 0.0))
+
+
+def test_they_are_not_kept_for_who_finds_no_room() -> None:
+    rooms = on_disks(*map(model, ("one", "two")), free=0).core._machines.rooms
+    assert not rooms.disks_for(model("one"), (0, 0.0))
+    assert rooms.ask(id_of("one"), [1]).why_not
+    assert not rooms.disks_for(model("two"), (0, 1.0))
+
+
+def test_who_waits_is_asked_at_once_when_who_was_first_wants_nothing_more() -> None:
+    driver = room_for_one("one", "two")
+    driver.load(1, name="one", gateway="g1")
+    driver.wait(0.01)
+    driver.load(1, name="two", gateway="g2")
+    driver.status("b", free=0)
+    driver.load(0, name="one", gateway="g1")
+    driver.wait(KEPT_S / 10)
+    driver.status("c", free=1000)
+    assert asked_for(driver) == [id_of("two")]
+
+
+def test_they_are_not_kept_for_who_wants_none() -> None:
     driver = on_disks(*map(model, ("one", "two")))
     rooms, desk = driver.core._machines.rooms, driver.core._desk
     assert not rooms.disks_for(model("one"), (0, 0.0))
@@ -400,13 +426,25 @@ def test_what_a_load_reads_is_dealt_beside_what_others_still_read() -> None:
     driver = on_disks(*map(model, ("one", "two")), nodes="ad")
     driver.load(1, name="one", gateway="g1")
     load(driver, "b", "a")
-    size = sum(model("one").block_bytes)
+    driver.wait(2.0)
+    driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY[:2]), free=600)
     driver.load(1, name="two", gateway="g2")
     driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("c"),)))
     found = tuple(Source(info(disk), Tier.DISK, EVERY, True) for disk in "ad")
     driver.answer(driver.asked(commands.FindSources), Sources(sources=found))
     plan = driver.asked(commands.MakePlan)
-    assert plan.links.reading_s == {"a": pytest.approx(size / 100.0, rel=0.1)}
+    assert plan.links.reading_s == {"a": pytest.approx(2.0, abs=0.01)}
+    driver.think()
+    event = driver.core._machines.by_id[id_of("two")].event
+    assert event is not None
+    before = event.read()
+    assert before is not None
+    assert before.left == {"a": 1.0, "d": 3.0}
+    driver.wait(0.5)
+    driver.load(1, name="two", gateway="g2")
+    after = event.read()
+    assert after is not None
+    assert after.left == {"a": 1.0, "d": pytest.approx(2.5)}, "a reads for the other first"
 
 
 def test_who_found_no_room_after_all_keeps_its_turn_and_soon_asks_again() -> None:

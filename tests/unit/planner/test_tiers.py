@@ -107,6 +107,8 @@ def test_a_disk_that_is_read_for_others_supplies_less() -> None:
     roles, known = Roles((), (A, B), (), (C,)), links({A: 100.0, B: 100.0})
     made = plan(roles, dataclasses.replace(known, reading_s={"host of a": 4.0}))
     assert Counter(t.src for t in made.transfers) == {A: 4, B: 8}
+    alone = plan(roles, dataclasses.replace(known, reading_s={"host of a": 99.0}))
+    assert {t.src for t in alone.transfers} == {B}
 
 
 def test_a_disk_reads_one_block_after_the_other() -> None:
