@@ -141,9 +141,8 @@ class BusTimeout(BusError):
 
 class CutOff(BusTimeout):
     """No answer came, and whoever was asked is not why: for some of the time the process that asked
-    was not connected to the bus, or did not know whether it may speak for its role."""
-
-    code = "cut_off"
+    was not connected to the bus, or did not know whether it may speak for its role. That is so for
+    this process only: it crosses the wire as BusTimeout."""
 
 
 class NoResponders(BusError):

@@ -39,7 +39,7 @@ from shared.bus.base import Bus
 from shared.capabilities import LIFETIME_S, Signer
 from shared.clock import now, wall_ns
 from shared.containment import is_containable
-from shared.errors import BusError, BusTimeout, LambdaScaleError, NoResponders, Superseded
+from shared.errors import BusError, BusTimeout, CutOff, LambdaScaleError, NoResponders, Superseded
 from shared.ids import EventId
 from shared.messages import Message, Ok
 from shared.messages import Ping as PingMessage
@@ -304,14 +304,17 @@ class Shell:
     async def _ping(self, ping: commands.Ping) -> bool:
         """Whether the node's process is there. Answering with an error shows that, too."""
         message, subject = PingMessage(cause=ping.cause), subjects.node_ping(ping.node)
-        for _ in range(PINGS):
+        tries = 0
+        while tries < PINGS:
             try:
                 await self._bus.request(subject, message, Ok, timeout=PING_TIMEOUT_S)
                 return True
             except NoResponders:
                 return False
+            except CutOff:  # that says nothing of the node
+                await asyncio.sleep(PING_TIMEOUT_S)
             except BusTimeout:
-                continue
+                tries += 1
             except LambdaScaleError:
                 return True
         return False

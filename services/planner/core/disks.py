@@ -70,7 +70,7 @@ def begins_in(new: Read, running: Iterable[Read]) -> float:
     one of its disks free. inf: not known."""
     used, left = defaultdict[str, float](float), defaultdict[str, float](float)
     for read in running:
-        if read.nbytes <= new.nbytes and read.priority >= new.priority:
+        if _is_first(read, new):
             for disk, seconds in read.left.items():
                 used[disk] += read.share
                 left[disk] += seconds
@@ -79,14 +79,21 @@ def begins_in(new: Read, running: Iterable[Read]) -> float:
     return soon(min(left[disk] for disk in new.left))
 
 
-def to_read(running: Iterable[Read]) -> dict[str, float]:
-    """For each disk the seconds until it has read what loads need that run, as far as these are
-    known."""
+def _is_first(read: Read, new: Read) -> bool:
+    """Whether a load waits for one that runs. If not, they share their disks."""
+    return read.nbytes <= new.nbytes and read.priority >= new.priority
+
+
+def to_read(new: Read, running: Iterable[Read], alone_s: float) -> dict[str, float]:
+    """For each disk the seconds that it reads for loads that run before a new one has all that it
+    needs, as far as that is known. `alone_s`: the time of the new one if nothing else is read.
+    What it shares a disk with takes half of the disk for about that time."""
     seconds = defaultdict[str, float](float)
     for read in running:
         for disk, left in read.left.items():
-            seconds[disk] += left if left < math.inf else 0.0
-    return seconds
+            known = left if left < math.inf else 0.0
+            seconds[disk] += known if _is_first(read, new) else min(known, alone_s)
+    return dict(seconds)
 
 
 def disks_of(infos: Mapping[NodeId, NodeInfo], nodes: Iterable[NodeId]) -> frozenset[str]:

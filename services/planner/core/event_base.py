@@ -90,10 +90,11 @@ class EventBase:
         self._news_at = desk.at
         self._reading_s: Mapping[str, float] = {}
         """See `Links`: when the event began."""
+        self._begun_at = desk.at
         self._read: Read | None = None
         """See `read`."""
-        self._read_of: tuple[EventState, int] | None = None
-        """The plan of which it was found."""
+        self._read_of: tuple[bool, int] | None = None
+        """The plan of which it was found: whether there was none yet, and its revision."""
         self._read_until = 0.0
         self._read_by: dict[str, float] = {}
         """When each disk should have read all that this plan needs of it."""
@@ -169,12 +170,14 @@ class EventBase:
         counts."""
         if self.over:
             return None
-        at, plan = self._desk.at, (self.record.state, self.record.revision)
+        decided = self.record.state is EventState.DECIDED
+        at, plan = self._desk.at, (decided, self.record.revision)
         if self._read_of != plan or at >= self._read_until:
             self._read = found = self._find_read()
             if found is not None and self._read_of != plan:
-                busy_s = self._reading_s
-                self._read_by = {d: at + busy_s.get(d, 0.0) + s for d, s in found.left.items()}
+                busy_s, since_s = self._reading_s, at - self._begun_at
+                begin = {disk: at + max(0.0, s - since_s) for disk, s in busy_s.items()}
+                self._read_by = {d: begin.get(d, at) + s for d, s in found.left.items()}
             left_s = max(found.left.values()) if found is not None else NEVER
             self._read_of, self._read_until = plan, at + min(READ_S, left_s)
         if self._read is None:
@@ -187,6 +190,8 @@ class EventBase:
             if cluster.in_memory(model.model_id, self._every):
                 return None
             disks = disks_of(cluster.nodes, self._on_disk())
+            if not disks:
+                return None
             return Read(dict.fromkeys(disks, NEVER), sum(sizes), model.priority)
         lacking = {node: self._wanted_by(node) - self._held(node) for node in self._incomplete}
         own = {n: self._promoting.get(n, _NONE) & blocks for n, blocks in lacking.items()}

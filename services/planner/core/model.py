@@ -245,6 +245,7 @@ class ModelMachine:
     def remove(self) -> None:
         """The model was removed: nothing serves it from now on. Nodes forget it by themselves."""
         self._rooms.asks_no_more(self.record.model_id)
+        self._rooms.wants_none(self.record.model_id)
         if self.event is not None:
             self.event.cancel("the model was removed")
             self.event.effects.clear()

@@ -71,6 +71,8 @@ LOOKS_PER_STRAY = 10
 """How often all arenas are looked through in `planner.stray_s`."""
 LOST_S = 1.0
 """How often questions are looked for whose answers count as lost."""
+MOST_ROUNDS = 1000
+"""In so many rounds all models have asked for room that was freed."""
 AGAIN_S = 1.0
 """How long after an error an alarm is due again."""
 LEAST_WAIT_S = 0.001
@@ -125,7 +127,13 @@ class Planner:
         except Exception as error:  # what was said makes no sense; what is known stays
             del desk.out[mark:]
             desk.complain("a stimulus was not understood", error)
+        rounds = 0
         while desk.room_freed or desk.disks_at <= desk.at or self._machines.rooms.orders:
+            rounds += 1
+            if rounds > MOST_ROUNDS:  # a bug must not stop the planner
+                desk.complain("models ask for room for ever", LambdaScaleError("given up for now"))
+                desk.room_freed, desk.disks_at = False, desk.at + AGAIN_S
+                break
             self._machines.make_way()
             if desk.room_freed:
                 desk.room_freed = False

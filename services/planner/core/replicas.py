@@ -77,8 +77,8 @@ class Replicas:
         """Why it waits for room, as it was last told."""
         self._no_room = False
         """Whether no room was found, nor is any being made, when replicas were last missing."""
-        self._failed = 0
-        """How many events have failed in a row."""
+        self._failed = self._found_no_room = 0
+        """How many events have failed in a row: in any other way, and for want of room."""
         self._retry_at = float("-inf")
         self._decided_at = float("-inf")
         self._decide_at = float("-inf")
@@ -149,7 +149,7 @@ class Replicas:
 
     def on_joined(self) -> None:
         """A new node may be what the last event lacked."""
-        self._retry_at, self._failed = float("-inf"), 0
+        self._retry_at, self._failed, self._found_no_room = float("-inf"), 0, 0
         self.decide_soon()
 
     @property
@@ -182,14 +182,19 @@ class Replicas:
         if not event.no_room:
             self._desk.room_freed = True  # its targets can be reserved again
         if event.record.state is EventState.COMPLETE:
-            self._failed = 0
+            self._failed = self._found_no_room = 0
         elif event.record.state is EventState.FAILED:
             why, id_ = event.record.error or event.record.state.value, event.record.id
             self.note(Verdict.FAILED, self.sizing.wants, why, event=id_)
-            retry_s = NO_ROOM_RETRY_S if event.no_room else RETRY_S
-            self._retry_at = self._desk.at + min(retry_s * 2**self._failed, RETRY_MAX_S)
+            if event.no_room:
+                retry_s = NO_ROOM_RETRY_S * 2**self._found_no_room
+                self._found_no_room += 1
+                self._desk.disks_at = self._desk.at  # they are not read after all
+            else:
+                retry_s = RETRY_S * 2**self._failed
+                self._failed += 1
+            self._retry_at = self._desk.at + min(retry_s, RETRY_MAX_S)
             self.waits_since_ns = event.record.wanted_ns
-            self._failed += 1
             self._decide_by(self._retry_at)
         self.decide_soon()
 
@@ -411,7 +416,7 @@ class Replicas:
             attributes={"cause": decision.cause, "replicas": decision.replicas},
         )
         self._rooms.leave(self.record.model_id)
-        reading_s = self._rooms.reading_s(self.record.model_id)
+        reading_s = self._rooms.reading_s(self.record)
         event = self.follow(EventMachine(self._desk, self.record, record, self._standing))
         event.start(needs, self._not_here(), reading_s)
 

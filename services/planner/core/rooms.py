@@ -12,6 +12,7 @@ from math import inf
 from services.planner.core.arbiter import Claim, Device, GiveWay, Room, make_room
 from services.planner.core.desk import Desk
 from services.planner.core.disks import Read, begins_in, disks_of, to_read
+from services.planner.core.tiers import apart
 from shared.ids import ModelId, NodeId
 from shared.messages.pool import Duty, ModelRecord, Tier
 
@@ -120,23 +121,19 @@ class Rooms:
         """Why a load of the model waits until others have read the disks that it needs; empty: it
         may begin. `turn`: models with the least turn are first."""
         cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
+        kept = self._next.get(model.model_id)
         self.leave(model.model_id)
         if cluster.in_memory(model.model_id, every):
             return ""
         disks = disks_of(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
         new = Read(dict.fromkeys(disks, inf), model.nbytes, model.priority)
         running = self._reads(model.model_id)
-        ahead = [
-            (read, until)
-            for theirs, read, until in self._next.values()
-            if theirs < turn and self._desk.at < until
-        ]
-        wait_s = begins_in(new, [*running, *(read for read, _ in ahead)])
-        wait_s = min([wait_s, *(until - self._desk.at for _, until in ahead)])
+        wait_s = self._begins_in(new, turn, running)
         if not wait_s:
             first = self._first(turn, running)
             if first is None:
-                self._next[model.model_id] = turn, new, self._desk.at + KEPT_S
+                until = kept[-1] if kept is not None else self._desk.at + KEPT_S
+                self._next[model.model_id] = turn, new, until
                 return ""
             del self._for_disks[first]  # it says so again if it still wants them
             self._desk.disks_at = self._desk.at
@@ -165,14 +162,29 @@ class Rooms:
         self._for_disks.pop(model, None)
         self._next.pop(model, None)
 
-    def reading_s(self, model: ModelId) -> dict[str, float]:
+    def reading_s(self, model: ModelRecord) -> dict[str, float]:
         """`Links.reading_s` for an event of the model that begins."""
-        return to_read(self._reads(model))
+        running, cluster = self._reads(model.model_id), self._desk.cluster
+        disks = apart(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
+        if not (running and disks):
+            return {}
+        assumed = self._desk.settings.disk_bytes_per_s
+        rate = sum(cluster.profile(disk).load_bytes_per_s or assumed for disk in disks)
+        return to_read(Read({}, model.nbytes, model.priority), running, model.nbytes / rate)
+
+    def _begins_in(self, new: Read, turn: Turn, running: Sequence[Read]) -> float:
+        """Seconds until a load may begin beside those that run, and those for which disks are
+        kept."""
+        at = self._desk.at
+        kept = [(r, until) for theirs, r, until in self._next.values() if theirs < turn]
+        ahead = [(read, until - at) for read, until in kept if at < until]
+        wait_s = begins_in(new, [*running, *(read for read, _ in ahead)])
+        return min([wait_s, *(seconds for _, seconds in ahead)])
 
     def _first(self, turn: Turn, running: Sequence[Read]) -> ModelId | None:
         """A model that has waited for disks for longer, and may begin now, too."""
         for model, (theirs, read) in self._for_disks.items():
-            if theirs < turn and not begins_in(read, running):
+            if theirs < turn and not self._begins_in(read, theirs, running):
                 return model
         return None
 

@@ -75,8 +75,12 @@ def test_the_first_disk_that_is_free_is_enough() -> None:
 
 
 def test_what_disks_have_to_read_for_all_loads() -> None:
-    reads = [Read({A: 2.0, B: UNKNOWN}, 10, 0), Read({A: 1.0}, 99, -1, 0.4)]
-    assert to_read(reads) == {A: 3.0, B: 0.0}
+    new = Read({}, 10, 0)
+    reads = [Read({A: 2.0, B: UNKNOWN}, 10, 0), Read({A: 1.0}, 5, 1, 0.4)]
+    assert to_read(new, reads, 0.5) == {A: 3.0, B: 0.0}
+    larger, lower = Read({A: 50.0}, 99, 0), Read({A: 50.0, B: 0.2}, 10, -1)
+    assert to_read(new, [larger], 0.5) == {A: 0.5}, "these share the disk"
+    assert to_read(new, [lower], 0.5) == {A: 0.5, B: 0.2}
 
 
 @pytest.mark.parametrize(
@@ -383,6 +387,60 @@ def test_they_are_not_kept_for_ever() -> None:
     assert not rooms.disks_for(model("two"), (0, 1.0))
 
 
+def test_who_asks_again_does_not_keep_them_for_longer() -> None:
+    driver = room_for_one("one", "two")
+    rooms = driver.core._machines.rooms
+    for _ in range(8):
+        driver.load(1, name="one", gateway="g1")
+        driver.load(1, name="two", gateway="g2")
+        driver.wait(KEPT_S / 4)
+    assert not rooms.disks_for(model("two"), (0, math.inf))
+
+
+def larger(name: str, factor: int) -> ModelRecord:
+    of = model(name)
+    sizes = tuple(factor * nbytes for nbytes in of.block_bytes)
+    return msgspec.structs.replace(of, block_bytes=sizes, nbytes=factor * of.nbytes)
+
+
+def test_models_of_all_sizes_ask_and_the_planner_goes_on() -> None:
+    """A smaller model does not wait for a larger one that has the disks, nor does it have a model
+    asked that does."""
+    first, second, third = larger("one", 2), larger("two", 3), model("three")
+    driver = on_disks(first, second, third, model("asleep"), free=0)
+    asleep = [Holding(id_of("asleep"), tier, EVERY) for tier in (Tier.HOST, Tier.DISK)]
+    driver.status("b", *asleep, free=500)
+    for name in ("one", "two", "three"):
+        driver.load(1, name=name, gateway=f"g {name}")
+        driver.wait(0.01)
+    rooms = driver.core._machines.rooms
+    assert set(rooms._for_disks) == {id_of("two")}
+    assert rooms.waiting == {id_of(name) for name in ("one", "two", "three")}
+
+
+def test_a_planner_whose_models_ask_for_ever_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = on_disks(model("one"), checked=False)
+    machines, desk = driver.core._machines, driver.core._desk
+    monkeypatch.setattr(machines, "tell_of_disks", lambda: setattr(desk, "disks_at", desk.at))
+    desk.disks_at = desk.at
+    said = driver.load(1, name="one", gateway="g1")
+    logs = [command.text for command in said if isinstance(command, commands.Log)]
+    assert logs == ["models ask for room for ever"]
+    assert asked_for(driver) == [id_of("one")]
+    assert desk.disks_at > desk.at
+
+
+def test_an_event_whose_disks_are_gone_reads_nothing() -> None:
+    driver = on_disks(*map(model, ("one", "two")))
+    driver.load(1, name="two", gateway="g2")
+    driver.gone("a")
+    driver.load(1, name="one", gateway="g1")
+    event = driver.core._machines.by_id[id_of("two")].event
+    assert event is not None
+    assert event.read() is None
+    assert not driver.core._machines.broken
+
+
 def test_they_are_not_kept_from_who_has_waited_for_longer() -> None:
     rooms = on_disks(*map(model, ("one", "two"))).core._machines.rooms
     assert not rooms.disks_for(model("one"), (0, 1.0))
@@ -448,15 +506,20 @@ def test_what_a_load_reads_is_dealt_beside_what_others_still_read() -> None:
 
 
 def test_who_found_no_room_after_all_keeps_its_turn_and_soon_asks_again() -> None:
-    driver = on_disks(*map(model, ("one", "two")))
+    driver = on_disks(*map(model, ("one", "two")), nodes="a")
     driver.load(1, name="one", gateway="g1")
+    one = driver.core._machines.by_id[id_of("one")]
+    since = one.event.record.wanted_ns if one.event is not None else 0
     driver.wait(0.01)
     driver.load(1, name="two", gateway="g2")
     driver.answer(driver.asked(commands.Reserve), Reserved(targets=()))
     found = Source(info("a"), Tier.DISK, EVERY, True)
     driver.answer(driver.asked(commands.FindSources), Sources(sources=(found,)))
-    assert driver.events[-1].error == "no node has room for another replica"
-    one, two = (driver.core._machines.by_id[id_of(name)] for name in ("one", "two"))
-    assert one.turn < two.turn
+    (failed,) = [event for event in driver.events if event.state is EventState.FAILED]
+    assert (failed.name, failed.error) == ("one", "no node has room for another replica")
+    assert asked_for(driver) == [id_of("two")], "the disk is free now"
+    assert one.turn == (0, since)
     driver.wait(2 * NO_ROOM_RETRY_S)
-    assert asked_for(driver) == [id_of("one")]
+    told = [transition.text for transition in driver.core.story(id_of("one"))]
+    assert told[-1].startswith("waits for disks"), "it has asked again"
+    assert one._replicas._failed == 0, "another failure is the first of its kind"

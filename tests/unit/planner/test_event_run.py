@@ -11,9 +11,9 @@ from services.planner.core.multicast.strategies import lower_bound
 from services.planner.core.orders import EARLY_S
 from services.planner.core.replicas import RETRY_S
 from shared import subjects
-from shared.errors import CapacityExceeded, CutOff, NoResponders, NotFound
+from shared.errors import CapacityExceeded, CutOff, LambdaScaleError, NoResponders, NotFound
 from shared.ids import NodeId
-from shared.messages.scaling import EventState
+from shared.messages.scaling import ApplyPlan, EventState
 from shared.messages.story import StoryQuery, Told
 from tests.unit.planner.cluster import CONFIG, Cluster
 from tests.unit.planner.scripted import BLOCKS, MODEL, SLOTS, ScriptedNode, record
@@ -150,27 +150,48 @@ async def test_a_node_that_does_not_know_the_model_yet_is_waited_for(cluster: Cl
     assert (done.id, done.revision) == (event, 0)
 
 
-async def test_while_the_planner_is_cut_off_targets_are_asked_again(cluster: Cluster) -> None:
-    _, n1 = await cluster.serve(nodes=2)
-    n1.refuse = CutOff("not connected to NATS")
+def refusing_plans(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[LambdaScaleError]:
+    """What the planner's bus says to the next orders, as long as the list has something."""
+    bus, errors = cluster.planner_bus, list[LambdaScaleError]()
+    assert bus is not None
+    ask = bus.request
+
+    async def request(subject: str, message: Any, reply: Any, *, timeout: float) -> Any:
+        if errors and isinstance(message, ApplyPlan):
+            raise errors[0]
+        return await ask(subject, message, reply, timeout=timeout)
+
+    monkeypatch.setattr(bus, "request", request)
+    return errors
+
+
+async def test_while_the_planner_is_cut_off_targets_are_asked_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.serve(nodes=2)
+    errors = refusing_plans(cluster, monkeypatch)
+    errors.append(CutOff("not connected to NATS"))
     event = await cluster.scale(2)
     await cluster.until_event(EventState.TRANSFERRING)
     await asyncio.sleep(2 * EARLY_S)
-    n1.refuse = NoResponders("the bus is back here, and not there yet")
+    errors[:] = [NoResponders("the bus is back here, and not there yet")]
     await asyncio.sleep(EARLY_S / 2)
-    n1.refuse = None
+    errors.clear()
     done = await cluster.until_event(EventState.COMPLETE)
     assert (done.id, done.revision) == (event, 0)
 
 
-async def test_a_target_that_is_gone_after_the_bus_was_away_is_left_out(cluster: Cluster) -> None:
-    _, n1, _ = await cluster.serve(nodes=3)
-    n1.refuse = CutOff("not connected to NATS")
+async def test_targets_that_are_gone_after_the_bus_was_away_are_left_out(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await cluster.serve(nodes=3)
+    errors = refusing_plans(cluster, monkeypatch)
+    errors.append(CutOff("not connected to NATS"))
     await cluster.scale(3)
     await cluster.until_event(EventState.TRANSFERRING)
-    n1.refuse = NoResponders("nobody serves it")
-    done = await cluster.until_event(EventState.COMPLETE)
-    assert (done.targets, done.revision) == (("n2",), 1)
+    errors[:] = [NoResponders("nobody serves it")]
+    failed = await cluster.until_event(EventState.FAILED)
+    assert failed.error.startswith("no target is left: targets refused:")
 
 
 async def test_arrivals_that_are_not_heard_of_are_seen_in_reports(cluster: Cluster) -> None:

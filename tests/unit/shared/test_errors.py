@@ -1,13 +1,13 @@
 import pytest
 
 from shared import errors
-from shared.errors import BadInput, LambdaScaleError, ServiceFailed, from_code
+from shared.errors import BadInput, BusTimeout, CutOff, LambdaScaleError, ServiceFailed, from_code
 from shared.messages import ErrorReply, decode, encode
 
 CLASSES = [
     value
     for value in vars(errors).values()
-    if isinstance(value, type) and issubclass(value, LambdaScaleError)
+    if isinstance(value, type) and issubclass(value, LambdaScaleError) and value is not CutOff
 ]
 
 
@@ -20,6 +20,10 @@ def test_an_error_crosses_the_wire_with_its_type(cls: type[LambdaScaleError]) ->
     there = ErrorReply.of(cls("what was wrong")).error()
     assert type(there) is cls
     assert str(there) == "what was wrong"
+
+
+def test_who_was_cut_off_is_a_matter_of_that_process() -> None:
+    assert type(ErrorReply.of(CutOff("not connected to NATS")).error()) is BusTimeout
 
 
 def test_an_unknown_code_is_an_untyped_error() -> None:
