@@ -20,6 +20,8 @@ dist: Any = torch.distributed  # whose types leave out what is used here
 PATIENCE = timedelta(minutes=10)
 """A rank that waits for the others longer than this fails. The node gives up before
 (`node.engine_timeout_s`)."""
+MEETING = timedelta(seconds=30)
+"""The same while they find each other by gloo. One that ends then is missed by nothing else."""
 
 
 class Group:
@@ -71,6 +73,8 @@ def _backend(devices: Sequence[torch.device], store: Any, share: Share) -> Any:
         options._timeout = PATIENCE
         return dist.ProcessGroupNCCL(store, share.rank, share.of, options)
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = PATIENCE
+    options._timeout = MEETING
     options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-    return dist.ProcessGroupGloo(store, share.rank, share.of, options)
+    group = dist.ProcessGroupGloo(store, share.rank, share.of, options)
+    group._set_default_timeout(PATIENCE)
+    return group

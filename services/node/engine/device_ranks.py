@@ -85,7 +85,13 @@ class DeviceRanks(EngineRanks):
             self._start(DEVICE_RANK, arguments, [meeting])
         self._lock_arena()
         self.hear()
-        team = DeviceTeam(self, Group(Share(0, of), self._devices, meeting), threads)
+        try:
+            group = Group(Share(0, of), self._devices, meeting)
+        except RuntimeError as error:
+            if self.loss:
+                raise self.failed() from error
+            raise
+        team = DeviceTeam(self, group, threads)
         self.teams = {of: team}
         with team.together():
             team.group.meet()

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from pathlib import Path as Folder
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from services.node.core.kv import PAGE
+from services.node.engine import collective
 from services.node.engine.budget import KvBudget
 from services.node.engine.collective import Group
 from services.node.engine.device_ranks import DeviceLeadDecoder, DeviceRanks, DeviceTeam
@@ -27,7 +29,14 @@ from services.node.engine.orders import TakeCache
 from services.node.engine.sliced import Summed
 from services.node.engine.weights import LayerUnit
 from services.node.memory.arena import Arena
-from shared.errors import BadInput, CapacityExceeded, EngineFailed, NotFound, UnsupportedModel
+from shared.errors import (
+    BadInput,
+    CapacityExceeded,
+    EngineFailed,
+    LambdaScaleError,
+    NotFound,
+    UnsupportedModel,
+)
 from shared.ids import ModelId
 from tests.unit.node.engine.conftest import Logits
 from tests.unit.node.engine.models import MODEL, Model, Path, make_model, part, row, run, run_all
@@ -437,5 +446,20 @@ def test_a_rank_that_ends_before_it_is_there(monkeypatch: pytest.MonkeyPatch) ->
         os.kill(self.processes[-1], signal.SIGKILL)
 
     monkeypatch.setattr(DeviceRanks, "_start", starting)
+    with pytest.raises(EngineFailed, match="signal 9"):
+        OnDevices([CPU] * 2)
+
+
+def test_a_rank_that_ends_before_the_others_have_found_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    hear = DeviceRanks.hear
+
+    def hearing(self: DeviceRanks) -> list[LambdaScaleError]:
+        found = hear(self)
+        for process in self.processes:  # it has said that it is there
+            os.kill(process, signal.SIGKILL)
+        return found
+
+    monkeypatch.setattr(collective, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(DeviceRanks, "hear", hearing)
     with pytest.raises(EngineFailed, match="signal 9"):
         OnDevices([CPU] * 2)
