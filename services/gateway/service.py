@@ -388,8 +388,7 @@ class GatewayService(Service):
         if not self._news:
             await self._busy(within_s=WHOLE_S - LOAD_S + ONSET_S)
         pressing = self.frontend.pressing
-        with suppress(TimeoutError):
-            await asyncio.wait_for(pressing.wait(), LOAD_S - ONSET_S)
+        await _set_within(pressing, LOAD_S - ONSET_S)
         pressing.clear()
         loads = self._dispatch.loads(self._zero_ns)
         message = self._reporting.next(self.id, self.url, loads, now(), self._zero_ns)
@@ -400,5 +399,13 @@ class GatewayService(Service):
 
     async def _busy(self, within_s: float) -> None:
         """Waits until there are requests, for `within_s` seconds at most."""
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.frontend.busy.wait(), within_s)
+        await _set_within(self.frontend.busy, within_s)
+
+
+async def _set_within(event: asyncio.Event, seconds: float) -> None:
+    """Waits until the event is set, for so many seconds at most. (Until Python 3.12
+    `asyncio.wait_for` loses a cancellation that comes together with what it waits for. The task
+    would go on for ever.)"""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()

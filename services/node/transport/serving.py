@@ -221,7 +221,8 @@ class ReadServer:
         if port.unsent is not None:
             unsent, port.unsent = port.unsent, None
             with suppress(TimeoutError):
-                await asyncio.wait_for(unsent(), PATIENCE_S)
+                async with asyncio.timeout(PATIENCE_S):
+                    await unsent()
         await self._connection.send(frame)
         unsent = partial(self._connection.sent_but, port.ahead_bytes)
         if more or port.wanted:

@@ -83,3 +83,20 @@ async def test_it_looks_about_rarely_until_a_request_comes() -> None:
         await asyncio.sleep(2 * LOAD_S)
         assert reported[-1][1].models[0].queued_requests == 0
         assert at < reported[-1][0]
+
+
+@pytest.mark.parametrize("turns", range(4))
+async def test_a_gateway_that_ends_when_a_request_comes_ends(turns: int) -> None:
+    async with (
+        MemoryBus(MemoryBroker(), "gateway") as bus,
+        GatewayService(bus, GatewayConfig(), listen=False) as gateway,
+    ):
+        waiting = asyncio.create_task(gateway._busy(within_s=10.0))
+        await asyncio.sleep(0)
+        gateway.frontend.busy.set()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        over = waiting.done()
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert waiting.cancelled() or over
