@@ -403,9 +403,9 @@ class GatewayService(Service):
 
 
 async def _set_within(event: asyncio.Event, seconds: float) -> None:
-    """Waits until the event is set, for so many seconds at most. (Until Python 3.12
-    `asyncio.wait_for` loses a cancellation that comes together with what it waits for. The task
-    would go on for ever.)"""
+    """Waits for the event, `seconds` at most. `asyncio.wait_for` is not used, because before Python
+    3.12 it loses a cancellation that comes together with the event, and the task goes on for
+    ever."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await event.wait()

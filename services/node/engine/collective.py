@@ -21,7 +21,8 @@ PATIENCE = timedelta(minutes=10)
 """A rank that waits for the others longer than this fails. The node gives up before
 (`node.engine_timeout_s`)."""
 MEETING = timedelta(seconds=30)
-"""The same while they find each other by gloo. One that ends then is missed by nothing else."""
+"""So long a rank waits until all have found each other by gloo. Nothing else notices a rank that
+ends meanwhile."""
 
 
 class Group:

@@ -25,8 +25,8 @@ from shared.messages.pool import NodeInfo
 BUSY = 0.75
 """A disk is busy if it is read for this share of the time."""
 EARLY_S = 0.05
-"""Seconds before a disk is free at which the next load begins: until it reads, memory gives way to
-it, and nodes are given orders."""
+"""A load begins so many seconds before a disk is free. It takes about as long to free memory for
+it, and to give nodes their orders."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Read:
     @property
     def free_in(self) -> float:
         """Seconds until the first of the disks is free for another load."""
-        return soon(min(self.left.values(), default=0.0)) if self.share >= BUSY else 0.0
+        return wait_s(min(self.left.values(), default=0.0)) if self.share >= BUSY else 0.0
 
     def expected(self, seconds: Mapping[str, float]) -> "Read":
         """With what should be left to each disk, as far as that fits what is known: of the last
@@ -60,9 +60,9 @@ class Read:
         return replace(self, left={disk: left(disk, most) for disk, most in self.left.items()})
 
 
-def soon(seconds: float) -> float:
-    """Seconds until a load begins that can read a disk in so many seconds."""
-    return max(0.0, seconds - EARLY_S)
+def wait_s(free_s: float) -> float:
+    """How long a load waits if its disk is free in `free_s` seconds."""
+    return max(0.0, free_s - EARLY_S)
 
 
 def begins_in(new: Read, running: Iterable[Read]) -> float:
@@ -76,7 +76,7 @@ def begins_in(new: Read, running: Iterable[Read]) -> float:
                 left[disk] += seconds
     if not new.left or min(used[disk] for disk in new.left) < BUSY:
         return 0.0
-    return soon(min(left[disk] for disk in new.left))
+    return wait_s(min(left[disk] for disk in new.left))
 
 
 def _is_first(read: Read, new: Read) -> bool:

@@ -58,7 +58,7 @@ class Orders:
         """When the next wave is sent, unless all targets of the last one answer before."""
         self._give_up_at = NEVER
         self._was_cut_off = False
-        """Whether this planner was, while it gave these orders."""
+        """Whether this planner was cut off from the bus while it gave these orders."""
 
     @property
     def done(self) -> bool:

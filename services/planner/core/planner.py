@@ -72,7 +72,8 @@ LOOKS_PER_STRAY = 10
 LOST_S = 1.0
 """How often questions are looked for whose answers count as lost."""
 MOST_ROUNDS = 1000
-"""In so many rounds all models have asked for room that was freed."""
+"""One stimulus is handled in a few rounds, in each of which all models that wait may ask for room.
+A planner that needs more than this goes round for ever."""
 AGAIN_S = 1.0
 """How long after an error an alarm is due again."""
 LEAST_WAIT_S = 0.001

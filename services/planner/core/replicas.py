@@ -77,8 +77,10 @@ class Replicas:
         """Why it waits for room, as it was last told."""
         self._no_room = False
         """Whether no room was found, nor is any being made, when replicas were last missing."""
-        self._failed = self._found_no_room = 0
-        """How many events have failed in a row: in any other way, and for want of room."""
+        self._found_no_room = 0
+        """How many events have failed in a row because no node had room any more."""
+        self._failed = 0
+        """How many have failed in a row for other reasons."""
         self._retry_at = float("-inf")
         self._decided_at = float("-inf")
         self._decide_at = float("-inf")

@@ -57,7 +57,7 @@ class Rooms:
         """Models that have found no room, and want some."""
         self._for_disks: dict[ModelId, tuple[Turn, Read]] = {}
         """Models that wait for disks, and what they read from them."""
-        self._next: dict[ModelId, tuple[Turn, Read, float]] = {}
+        self._kept: dict[ModelId, tuple[Turn, Read, float]] = {}
         """Models that have found their disks free, and may still wait for room; until when the
         disks are kept for them."""
         self._desk = desk
@@ -101,7 +101,7 @@ class Rooms:
         if not room.free:
             self.waiting.add(model)
         if not (room.free or room.made or room.busy):
-            self._next.pop(model, None)
+            self._kept.pop(model, None)
         for node in room.free:
             self._promise(node, claimant, made=False)
         names = {claim.model: claim.name for claim in claims}
@@ -121,7 +121,7 @@ class Rooms:
         """Why a load of the model waits until others have read the disks that it needs; empty: it
         may begin. `turn`: models with the least turn are first."""
         cluster, every = self._desk.cluster, frozenset(range(model.n_blocks))
-        kept = self._next.get(model.model_id)
+        known = self._kept.get(model.model_id)
         self.leave(model.model_id)
         if cluster.in_memory(model.model_id, every):
             return ""
@@ -132,8 +132,8 @@ class Rooms:
         if not wait_s:
             first = self._first(turn, running)
             if first is None:
-                until = kept[-1] if kept is not None else self._desk.at + KEPT_S
-                self._next[model.model_id] = turn, new, until
+                until = known[-1] if known is not None else self._desk.at + KEPT_S
+                self._kept[model.model_id] = turn, new, until
                 return ""
             del self._for_disks[first]  # it says so again if it still wants them
             self._desk.disks_at = self._desk.at
@@ -154,13 +154,13 @@ class Rooms:
 
     def wants_none(self, model: ModelId) -> None:
         """The model has all replicas that it wants: others need not wait for it."""
-        if self._next.pop(model, None) is not None:
+        if self._kept.pop(model, None) is not None:
             self._desk.disks_at = self._desk.at
 
     def leave(self, model: ModelId) -> None:
         """The model no longer waits for disks, and none are kept for it: its load begins."""
         self._for_disks.pop(model, None)
-        self._next.pop(model, None)
+        self._kept.pop(model, None)
 
     def reading_s(self, model: ModelRecord) -> dict[str, float]:
         """`Links.reading_s` for an event of the model that begins."""
@@ -176,7 +176,7 @@ class Rooms:
         """Seconds until a load may begin beside those that run, and those for which disks are
         kept."""
         at = self._desk.at
-        kept = [(r, until) for theirs, r, until in self._next.values() if theirs < turn]
+        kept = [(r, until) for theirs, r, until in self._kept.values() if theirs < turn]
         ahead = [(read, until - at) for read, until in kept if at < until]
         wait_s = begins_in(new, [*running, *(read for read, _ in ahead)])
         return min([wait_s, *(seconds for _, seconds in ahead)])

@@ -1,8 +1,24 @@
-"""Records of events for tests."""
+"""Records of events, and what is said of their blocks, for tests."""
 
-from shared.ids import EventId
-from shared.messages.scaling import EventRecord, EventState, Timings, Transfer
+from services.planner.core.arrivals import Arrivals
+from shared.ids import EventId, Generation, ModelId, NodeId
+from shared.messages.scaling import EventRecord, EventState, Landed, Timings, Transfer
 from tests.unit.planner.scripted import BLOCKS, MODEL, NAME
+
+
+def arrival(node: NodeId, model: ModelId, block: int) -> Arrivals:
+    """One block of a model has come to a node."""
+    landed = Landed(
+        block=block,
+        source=node,
+        transport="tcp",
+        nbytes=1,
+        started_ns=0,
+        first_byte_ns=0,
+        finished_ns=0,
+        ready_ns=0,
+    )
+    return Arrivals(EventId("ev"), node, Generation(1), model, (landed,), (0.0,))
 
 
 def event(

@@ -2,11 +2,10 @@
 
 import msgspec
 
-from services.planner.core.arrivals import Arrivals
 from services.planner.core.cluster import DISK_BYTES_PER_S, Cluster
-from shared.ids import EventId, Generation, InstanceId, ModelId, ModelName, NodeId
+from shared.ids import Generation, InstanceId, ModelName, NodeId
 from shared.messages.pool import Duty, Holding, ModelProfile, Profile, Tier
-from shared.messages.scaling import Landed
+from tests.unit.planner.records import arrival
 from tests.unit.registry.builders import MODEL, OTHER, holding, info, record, status
 
 A, B = NodeId("a"), NodeId("b")
@@ -20,20 +19,6 @@ def cluster(*holdings: Holding, generation: int = 1) -> Cluster:
     found.on_joined(info("a", generation))
     found.on_status(status("a", *holdings, generation=generation), now=0.0)
     return found
-
-
-def arrivals(model: ModelId) -> Arrivals:
-    landing = Landed(
-        block=1,
-        source=B,
-        transport="tcp",
-        nbytes=1,
-        started_ns=0,
-        first_byte_ns=0,
-        finished_ns=0,
-        ready_ns=0,
-    )
-    return Arrivals(EventId("ev"), A, Generation(1), model, (landing,), (0.0,))
 
 
 def test_blocks_by_model_and_tier() -> None:
@@ -145,9 +130,9 @@ def test_more_room_is_noticed() -> None:
 def test_what_has_come_since_a_node_said_what_is_free() -> None:
     found = cluster(holding(Tier.GPU, 0), holding(Tier.DISK, 1, model_id=OTHER))
     assert found.come_since(A) == found.come_since(B) == []
-    found.on_arrived(arrivals(MODEL), 0.0)
+    found.on_arrived(arrival(A, MODEL, 1), 0.0)
     assert found.come_since(A) == [], "it had space for that already"
-    found.on_arrived(arrivals(OTHER), 0.0)
+    found.on_arrived(arrival(A, OTHER, 1), 0.0)
     assert found.come_since(A) == [OTHER]
     both = holding(Tier.GPU, 0, 1), holding(Tier.GPU, model_id=OTHER)
     found.on_status(status("a", *both, seq=2), 0.0)

@@ -12,7 +12,7 @@ from services.planner.core.orders import EARLY_S
 from services.planner.core.replicas import RETRY_S
 from shared import subjects
 from shared.errors import CapacityExceeded, CutOff, LambdaScaleError, NoResponders, NotFound
-from shared.ids import NodeId
+from shared.ids import EventId, NodeId
 from shared.messages.scaling import ApplyPlan, EventState
 from shared.messages.story import StoryQuery, Told
 from tests.unit.planner.cluster import CONFIG, Cluster
@@ -150,9 +150,14 @@ async def test_a_node_that_does_not_know_the_model_yet_is_waited_for(cluster: Cl
     assert (done.id, done.revision) == (event, 0)
 
 
-def refusing_plans(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[LambdaScaleError]:
-    """What the planner's bus says to the next orders, as long as the list has something."""
-    bus, errors = cluster.planner_bus, list[LambdaScaleError]()
+async def scaling_while_cut_off(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, nodes: int
+) -> tuple[EventId | None, list[LambdaScaleError]]:
+    """An event to all nodes but one, whose planner is cut off when it gives the orders. Returns the
+    event, and what the planner's bus says to orders as long as the list is not empty."""
+    await cluster.serve(nodes=nodes)
+    errors: list[LambdaScaleError] = [CutOff("not connected to NATS")]
+    bus = cluster.planner_bus
     assert bus is not None
     ask = bus.request
 
@@ -162,17 +167,15 @@ def refusing_plans(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> list[La
         return await ask(subject, message, reply, timeout=timeout)
 
     monkeypatch.setattr(bus, "request", request)
-    return errors
+    event = await cluster.scale(nodes)
+    await cluster.until_event(EventState.TRANSFERRING)
+    return event, errors
 
 
 async def test_while_the_planner_is_cut_off_targets_are_asked_again(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await cluster.serve(nodes=2)
-    errors = refusing_plans(cluster, monkeypatch)
-    errors.append(CutOff("not connected to NATS"))
-    event = await cluster.scale(2)
-    await cluster.until_event(EventState.TRANSFERRING)
+    event, errors = await scaling_while_cut_off(cluster, monkeypatch, nodes=2)
     await asyncio.sleep(2 * EARLY_S)
     errors[:] = [NoResponders("the bus is back here, and not there yet")]
     await asyncio.sleep(EARLY_S / 2)
@@ -184,11 +187,7 @@ async def test_while_the_planner_is_cut_off_targets_are_asked_again(
 async def test_targets_that_are_gone_after_the_bus_was_away_are_left_out(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await cluster.serve(nodes=3)
-    errors = refusing_plans(cluster, monkeypatch)
-    errors.append(CutOff("not connected to NATS"))
-    await cluster.scale(3)
-    await cluster.until_event(EventState.TRANSFERRING)
+    _, errors = await scaling_while_cut_off(cluster, monkeypatch, nodes=3)
     errors[:] = [NoResponders("nobody serves it")]
     failed = await cluster.until_event(EventState.FAILED)
     assert failed.error.startswith("no target is left: targets refused:")

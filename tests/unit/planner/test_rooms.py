@@ -4,14 +4,14 @@ import msgspec
 
 from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
-from services.planner.core.arrivals import Arrivals
 from services.planner.core.rooms import PROMISE_S
 from services.planner.core.usage import PATIENCE_S
-from shared.ids import EventId, Generation, ModelId, NodeId
+from shared.ids import ModelId, NodeId
 from shared.messages import Ok
 from shared.messages.pool import Holding, ModelRecord, Reserved, Source, Sources, Tier
-from shared.messages.scaling import EventState, Landed
+from shared.messages.scaling import EventState
 from tests.unit.planner.driver import EVERY, Driver, id_of, info, model
+from tests.unit.planner.records import arrival
 
 A = NodeId("a")
 FULL = 1000 - 400
@@ -103,18 +103,7 @@ def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
 def test_memory_that_a_load_took_is_free_for_nobody_before_its_node_says_so() -> None:
     driver = pool(*(model(name) for name in ("one", "two")))
     driver.status("a", copy("one", Tier.DISK), copy("two", Tier.DISK), free=500)
-    landing = Landed(
-        block=0,
-        source=A,
-        transport="disk",
-        nbytes=1,
-        started_ns=0,
-        first_byte_ns=0,
-        finished_ns=0,
-        ready_ns=0,
-    )
-    came = Arrivals(EventId("ev"), A, Generation(1), id_of("one"), (landing,), (0.0,))
-    driver.core._cluster.on_arrived(came, 0.0)
+    driver.core._cluster.on_arrived(arrival(A, id_of("one"), 0), 0.0)
     driver.load(1, name="two")
     assert not driver.all_asked(commands.Reserve)
     holds(driver, copy("one", Tier.GPU), free=100, disk=("one", "two"))
