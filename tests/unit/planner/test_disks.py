@@ -1,6 +1,7 @@
 """Loads that keep a disk busy come one after the other."""
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 import pytest
@@ -480,29 +481,47 @@ def test_they_are_not_kept_for_who_wants_none() -> None:
     assert desk.disks_at == math.inf
 
 
-def test_what_a_load_reads_is_dealt_beside_what_others_still_read() -> None:
-    driver = on_disks(*map(model, ("one", "two")), nodes="ad")
+def beside(driver: Driver, reserve_s: float) -> EventMachine:
+    """An event of model two, which reads disks a and d. Disk a has two seconds to read for model
+    one. The registry answers after `reserve_s`."""
     driver.load(1, name="one", gateway="g1")
     load(driver, "b", "a")
     driver.wait(2.0)
     driver.status("b", Holding(id_of("one"), Tier.GPU, EVERY[:2]), free=600)
     driver.load(1, name="two", gateway="g2")
+    driver.wait(reserve_s)
     driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info("c"),)))
     found = tuple(Source(info(disk), Tier.DISK, EVERY, True) for disk in "ad")
     driver.answer(driver.asked(commands.FindSources), Sources(sources=found))
-    plan = driver.asked(commands.MakePlan)
-    assert plan.links.reading_s == {"a": pytest.approx(2.0, abs=0.01)}
+    assert driver.asked(commands.MakePlan).links.reading_s == {"a": pytest.approx(2.0, abs=0.01)}
     driver.think()
     event = driver.core._machines.by_id[id_of("two")].event
     assert event is not None
-    before = event.read()
-    assert before is not None
-    assert before.left == {"a": 1.0, "d": 3.0}
-    driver.wait(0.5)
-    driver.load(1, name="two", gateway="g2")
-    after = event.read()
-    assert after is not None
-    assert after.left == {"a": 1.0, "d": pytest.approx(2.5)}, "a reads for the other first"
+    return event
+
+
+def left(driver: Driver, event: EventMachine, seconds: float) -> Mapping[str, float]:
+    """What disks have left to read for the event after so many seconds."""
+    driver.wait(seconds)
+    driver.load(1, name="two", gateway="g2")  # without news the core has no other time
+    read = event.read()
+    assert read is not None
+    return read.left
+
+
+def test_what_a_load_reads_is_dealt_beside_what_others_still_read() -> None:
+    driver = on_disks(*map(model, ("one", "two")), nodes="ad")
+    event = beside(driver, reserve_s=0.0)
+    read = event.read()
+    assert read is not None
+    assert read.left == {"a": 1.0, "d": 3.0}
+    assert left(driver, event, 0.5) == {"a": 1.0, "d": pytest.approx(2.5)}, "a reads for one first"
+
+
+def test_what_others_read_while_an_event_is_planned_is_over_sooner() -> None:
+    driver = on_disks(*map(model, ("one", "two")), nodes="ad")
+    event = beside(driver, reserve_s=1.0)
+    assert left(driver, event, 1.5)["a"] == pytest.approx(0.5, abs=0.01)
 
 
 def test_who_found_no_room_after_all_keeps_its_turn_and_soon_asks_again() -> None:
