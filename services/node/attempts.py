@@ -11,7 +11,7 @@ from services.node.parts import AnyWorker
 from shared import subjects
 from shared.bus.base import Bus, On, Subscription
 from shared.errors import LambdaScaleError
-from shared.ids import GatewayId, NodeId
+from shared.ids import GatewayId, ModelId, NodeId
 from shared.messages import Message, Ok
 from shared.messages.serving import BringAdapter, Cancel, Submit, Tokens
 
@@ -27,14 +27,18 @@ class Attempts:
         adapters: Adapters,
         answers: KnownAnswers,
         publish: Publish,
+        *,
+        begun: Callable[[ModelId], Awaitable[None]],
     ) -> None:
-        """`publish`: sends a message to a subject; a failure is logged."""
+        """`publish`: sends a message to a subject; a failure is logged. `begun`: waits until a
+        model that is about to run here can begin."""
         self._node = node
         self._worker = worker
         self._owners = owners
         self._adapters = adapters
         self._answers = answers
         self._publish = publish
+        self._begun = begun
         self._spans = AttemptSpans(node)
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
 
@@ -51,6 +55,8 @@ class Attempts:
         traced = self._spans.begun(message)
         self._answers.asked(message)
         try:
+            if message.opening:
+                await self._begun(message.model_id)
             await self._worker.submit(traced)
         except BaseException as error:
             self._spans.refused(message, error)

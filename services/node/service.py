@@ -193,7 +193,13 @@ class NodeService(Service):
         answers = KnownAnswers()
         self._doubt = Doubt(answers, self._hosting, self._spawn_one, self.log)
         self._attempts = Attempts(
-            self.node, self._worker, self._owners, self._adapters, answers, self._publish
+            self.node,
+            self._worker,
+            self._owners,
+            self._adapters,
+            answers,
+            self._publish,
+            begun=self._hosting.begun,
         )
         self._pool = PoolWatch(
             self.node,

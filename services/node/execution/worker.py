@@ -19,7 +19,7 @@ from services.node.core.load import WorkerLoad
 from services.node.core.watchdog import Pulse
 from services.node.engine.base import Bell, Engine, MakeAdapter, Weights
 from services.node.execution.steps import EmitTo, SendTo, Steps
-from services.node.execution.sweeps import Ran
+from services.node.execution.sweeps import AT_ONCE_S, Ran
 from services.node.memory.device import DeviceArena
 from shared import telemetry
 from shared.clock import wall_ns
@@ -189,8 +189,8 @@ class Worker:
         self, model_id: ModelId, blocks: Mapping[int, memoryview]
     ) -> dict[int, BaseException]:
         """Once this returns, the engine can run the blocks. It returns the blocks that the engine
-        cannot run, each with its error. Requests that run have a step between two blocks. If the
-        engine computes on a device, the bytes are copied there while it runs other blocks."""
+        cannot run, each with its error. Requests that run have steps in between. If the engine
+        computes on a device, the bytes are copied there while it runs other blocks."""
         failed: dict[int, BaseException] = {}
 
         def attach(block: int, weights: Weights) -> Call:
@@ -357,15 +357,18 @@ class Worker:
         self._post(_call(call))
 
     async def _ask(self, *acts: Call) -> None:
-        """Runs `acts` on the engine thread, in turn with the steps of what runs there. The first
-        error ends that, and is raised here."""
+        """Runs `acts` on the engine thread, in turn with the steps of what runs there: each turn
+        takes AT_ONCE_S, or as long as one act. The first error ends that, and is raised here."""
         loop = asyncio.get_running_loop()
         answer: asyncio.Future[None] = loop.create_future()
         left = deque(acts)
 
         def call(steps: Steps) -> None:
+            until = time.monotonic() + AT_ONCE_S
             try:
                 left.popleft()(steps)
+                while left and time.monotonic() < until:
+                    left.popleft()(steps)
             except BaseException as error:  # handed on to the caller; the thread goes on
                 loop.call_soon_threadsafe(_settle, answer, error)
             else:

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -30,6 +31,8 @@ from shared.runs import runs
 from shared.story import Story
 from shared.wording import counted
 
+BEGIN_S = 2.0
+"""How long a request waits for the first block. Gateways wait longer for an answer."""
 PREPARE_S = 0.1
 """How often it is looked whether the engine has time to pack what will only be needed later."""
 
@@ -68,6 +71,8 @@ class Hosting:
         self.story = Story()
         self._hosted: dict[ModelId, Hosted] = {}
         self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
+        self._wanted: dict[ModelId, asyncio.Event] = {}
+        """Set when a plan comes for a model that requests wait for."""
         self.cache = self.cache_type(
             cache_arena,
             data,
@@ -168,6 +173,8 @@ class Hosting:
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
         self._planners.obey(plan.epoch)
+        if wanted := self._wanted.pop(plan.model_id, None):
+            wanted.set()
         attributes: dict[str, telemetry.Attribute] = {"node": plan.node, "pulls": len(plan.pulls)}
         with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes):
             async with self._turn(plan.model_id):
@@ -234,6 +241,19 @@ class Hosting:
             self._spawn(waking, f"wake {plan.model_id}")
         for block in sorted(asked & held - asleep):
             await self.landings.report_held(followed, hosted, block)
+
+    async def begun(self, model: ModelId) -> None:
+        """Waits, BEGIN_S at most, until a plan has brought the model's first block to the engine.
+        The plan may still be on its way, if there is a copy in memory. Returns at once if nothing
+        of the model is in memory."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEGIN_S):
+                if model not in self._hosted and self.cache.is_stored(model):
+                    await self._wanted.setdefault(model, asyncio.Event()).wait()
+                async with self._turn(model):
+                    hosted = self._hosted.get(model)
+                if hosted is not None:
+                    await hosted.begun.wait()
 
     # --- blocks from this node's host cache or disk ---
 
@@ -363,10 +383,11 @@ class Hosting:
         self._spawn(self._pack(model), f"prepare {model}")
 
     async def _pack(self, model: ModelId) -> None:
-        """Packs while nothing runs here. Between two blocks, plans and releases have their turn."""
+        """Packs while nothing runs or loads here. Between two blocks, plans and releases have their
+        turn."""
         block, more = 0, True
         while more:
-            if self._worker.load().running > 0:
+            if self._worker.load().running > 0 or self._loads():
                 await asyncio.sleep(PREPARE_S)
                 continue
             async with self._turn(model):
@@ -381,6 +402,11 @@ class Hosting:
                     return
             block += 1
             more = more and block < space.manifest.n_blocks
+
+    def _loads(self) -> bool:
+        """Whether blocks of some model are on their way to the engine."""
+        active = (h.residency for h in self._hosted.values() if h.residency.mode is Mode.ACTIVE)
+        return any(len(each.runnable) < each.room.size for each in active)
 
     async def _hurry(self, hosted: Hosted, cause: str) -> None:
         """Waits for the copy, since the arena's room is needed."""

@@ -103,8 +103,8 @@ class Promotion:
             return
         began = self._first_ns.get(outcome.block, outcome.began_ns)
         self._first_ns[outcome.block] = min(began, outcome.began_ns)
+        self._count(outcome.block, len(outcome.chunks))  # first: requests may wait for the block
         await self._data.mark_held(self._model, outcome.block, outcome.chunks)
-        self._count(outcome.block, len(outcome.chunks))
 
     def _count(self, block: int, chunks: int) -> None:
         """Counts chunks of a block that have come. After a block has failed, more of its chunks may

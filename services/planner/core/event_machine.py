@@ -200,7 +200,10 @@ class EventMachine(Growing):
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
         self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
         parts = self.record.parts
-        self.effects += [Joined(info, parts.get(info.node)) for info in self._infos]
+        self.effects += [
+            Joined(info, parts.get(info.node), wakes=info.node in roles.promoting)
+            for info in self._infos
+        ]
         self._promised = ()
         for node in self.record.targets:
             self._look(node)

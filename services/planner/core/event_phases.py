@@ -57,6 +57,8 @@ class Joined:
     info: NodeInfo
     part: Part | None = None
     """What it is to hold, as one device of a group. None: all."""
+    wakes: bool = False
+    """Whether all of that comes from its own memory."""
 
 
 @dataclass(frozen=True, slots=True)

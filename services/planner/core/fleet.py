@@ -147,8 +147,10 @@ class Fleet:
         """Whether some member is not complete yet."""
         return bool(self._partial)
 
-    def join(self, info: NodeInfo, cause: Cause, part: Part | None = None) -> None:
-        """`part`: what it is to hold, as one device of a group."""
+    def join(
+        self, info: NodeInfo, cause: Cause, part: Part | None = None, *, wakes: bool = False
+    ) -> None:
+        """`part`: what it is to hold, as one device of a group. `wakes`: see `Member`."""
         member = Member(
             node=info.node,
             address=info.address,
@@ -161,6 +163,7 @@ class Fleet:
             since=self._desk.at,
             part=part,
             host=info.host,
+            wakes=wakes,
         )
         size = part.size if part else self._record.n_blocks
         self._desk.tell(
@@ -413,16 +416,20 @@ class Fleet:
 
     def _opening(self) -> NodeId | None:
         """The member that takes requests although it lacks blocks. It opens while it is the only
-        member, so that nobody else could serve, has the first block, and will soon have the last
-        one if blocks come as fast as they did. What begins on it stays there, so it stays open,
-        whatever comes, until it is complete."""
+        member, so that nobody else could serve, at once if it wakes; else when it has the first
+        block, and will soon have the last one if blocks come as fast as they did. What begins on it
+        stays there, so it stays open, whatever comes, until it is complete."""
         opened = next((instance.leader for instance in self.instances if instance.opening), None)
         if opened in self._partial:
             return None if self._members[opened].draining else opened
         if len(self._members) != 1 or not self._partial:
             return None
         (member,) = self._members.values()
-        if member.draining or member.part is not None or 0 not in member.held:
+        if member.draining or member.part is not None:
+            return None
+        if member.wakes:
+            return member.node
+        if 0 not in member.held:
             return None
         came = len(member.held) - member.had
         left = self._record.n_blocks - len(member.held)

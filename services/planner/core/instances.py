@@ -52,6 +52,8 @@ class Member(msgspec.Struct, frozen=True):
     """Its machine."""
     part: Part | None = None
     """The blocks that it is to hold, as one device of a group. None: all."""
+    wakes: bool = False
+    """Whether all that it lacks comes from its own memory."""
 
     def is_complete(self, blocks: int) -> bool:
         """Whether it has all that it is to hold, of a model with so many blocks."""

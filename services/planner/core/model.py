@@ -305,9 +305,9 @@ class ModelMachine:
         event.effects.clear()
         for effect in effects:
             match effect:
-                case Joined(info, part):
+                case Joined(info, part, wakes):
                     if info.node not in self.fleet.members:
-                        self.fleet.join(info, self.fleet.cause, part)
+                        self.fleet.join(info, self.fleet.cause, part, wakes=wakes)
                     self._rooms.chosen(self.record.model_id)
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)

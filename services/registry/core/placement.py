@@ -29,7 +29,7 @@ of another rack. Two racks are enough, and cost one crossing of a trunk.
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 from shared.messages.pool import MEMORY, NodeInfo, Source, Tier
 from shared.parts import Part
@@ -106,6 +106,12 @@ class Target:
     info: NodeInfo
     reason: str
     """Why this target was chosen, for people."""
+    has_space: bool
+    """Whether its arena has the room already, whatever becomes of the reservation."""
+
+    @classmethod
+    def of(cls, candidate: Candidate, reason: str) -> Self:
+        return cls(candidate.info, reason, candidate.has_space and not candidate.own)
 
 
 def choose(
@@ -120,13 +126,13 @@ def choose(
     chosen, rest = sorted(order[:count], key=rank), order[count:]
     racks = {*serving_racks, *(c.info.rack for c in chosen)}
     if len(racks) != 1 or not (serving_racks or len(chosen) > 1):
-        return tuple(Target(c.info, _reason(c, blocks)) for c in chosen)
+        return tuple(Target.of(c, _reason(c, blocks)) for c in chosen)
     (rack,) = racks
     spread = next((c for c in rest if c.info.rack != rack), None)
     loser = next((c for c in reversed(chosen) if not (c.own or c.in_memory)), None)
     if spread is not None and loser is not None:
         chosen = sorted([*(c for c in chosen if c is not loser), spread], key=rank)
-    return tuple(Target(c.info, _reason(c, blocks, rack if c is spread else "")) for c in chosen)
+    return tuple(Target.of(c, _reason(c, blocks, rack if c is spread else "")) for c in chosen)
 
 
 def choose_groups(
@@ -154,7 +160,7 @@ def choose_groups(
         if taken is not None:
             order = [c for c in order if c not in taken]
             chosen += [
-                (Target(c.info, f"{_reason(c, blocks)}, for {part}"), part)
+                (Target.of(c, f"{_reason(c, blocks)}, for {part}"), part)
                 for c, part in zip(taken, parts, strict=True)
             ]
     return tuple(chosen)

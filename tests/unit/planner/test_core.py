@@ -435,8 +435,8 @@ def test_a_model_that_wakes_on_one_node_is_planned_no_paths_and_told_when_it_is_
     (order,) = driver.orders()
     assert order.message.report_s == AT_ONCE_S
     driver.answer(order, Ok())
-    driver.arrived("b", EVERY[0], "b", driver.event)
     assert [i.opening for i in driver.core.sets()[0].instances] == [True]
+    driver.arrived("b", EVERY[0], "b", driver.event)
     driver.wait(PACE_S / 8)
     driver.arrived_together("b", dict.fromkeys(EVERY[1:], 0.0), driver.event)
     driver.wait(PACE_S)

@@ -2,8 +2,11 @@
 
 from collections.abc import Sequence
 
+import pytest
+
 from services.planner.core import commands
 from services.planner.core.fleet import OPENING_S
+from shared.errors import CapacityExceeded
 from shared.messages import Ok
 from shared.messages.pool import Holding, Reserved, Source, Sources, Tier
 from shared.messages.scaling import EventRecord
@@ -76,6 +79,51 @@ def test_it_does_not_open_without_the_first_block() -> None:
     assert opened(driver) == {}
     driver.arrived("a", 0, "a", event)
     assert opened(driver) == {"replica-a": True}
+
+
+def waking(*nodes: str, tier: Tier = Tier.HOST) -> Driver:
+    """Each of these nodes has a copy in its memory, and requests have come. They were sent orders,
+    and have not answered."""
+    driver = Driver()
+    driver.join(*nodes)
+    driver.publish()
+    for node in nodes:
+        driver.holds(node, tier=tier)
+    driver.load(queued=8 if len(nodes) > 1 else 1)
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=tuple(map(info, nodes))))
+    sources = tuple(Source(info(node), tier, EVERY, complete=True) for node in nodes)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=sources))
+    driver.think()
+    return driver
+
+
+def opens(command: commands.Command) -> bool:
+    """Whether it tells gateways of an opening replica."""
+    said = command.message if isinstance(command, commands.Publish) else None
+    return any(i.opening for i in getattr(said, "instances", ()))
+
+
+@pytest.mark.parametrize("tier", [Tier.HOST, Tier.CACHE])
+def test_a_copy_in_memory_opens_with_its_order_and_after_it(tier: Tier) -> None:
+    """The order is sent first, so that the node knows of it before requests come."""
+    driver = waking("a", tier=tier)
+    assert opened(driver) == {"replica-a": True}
+    order = driver.asked(commands.SendPlan)
+    tell = next(each for each in driver.said if opens(each))
+    assert driver.said.index(order) < driver.said.index(tell)
+    driver.answer(order, Ok())
+    driver.arrived_together("a", dict.fromkeys(EVERY, 0.0), driver.event)
+    assert opened(driver) == {"replica-a": False}
+
+
+def test_it_closes_if_its_node_does_not_take_the_order() -> None:
+    driver = waking("a")
+    driver.answer(driver.asked(commands.SendPlan), CapacityExceeded("no room"))
+    assert opened(driver) == {}
+
+
+def test_copies_that_wake_together_do_not_open() -> None:
+    assert opened(waking("a", "b")) == {}
 
 
 def test_it_does_not_open_beside_another_member() -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from services.registry.service import RegistryService
+from services.registry.service import STORED_WAIT_S, RegistryService
 from shared import subjects
 from shared.bus.base import KvOp, On
 from shared.bus.memory import MemoryBroker, MemoryBus
-from shared.clock import wall_ns
+from shared.clock import now, wall_ns
 from shared.config import RegistryConfig
 from shared.errors import BadInput, BadMessage, BusTimeout, Conflict, NotFound
 from shared.ids import EventId, ModelName, NodeId
@@ -342,6 +342,23 @@ async def test_reservations_live_through_an_outage_of_the_store(
         own.outage.on = False
     async with RegistryService(own, CONFIG):
         assert (await pool(bus)).nodes[0].reserved_by == EventId(EVENT)
+
+
+@pytest.mark.parametrize("tier", [None, Tier.CACHE, Tier.HOST])
+async def test_only_where_it_sleeps_in_the_arena_a_model_need_not_wait_for_the_store(
+    bus: MemoryBus, own: FailingBus, tier: Tier | None
+) -> None:
+    """A reservation that is lost would lose its room, unless the copy has that already."""
+    async with RegistryService(own, CONFIG):
+        await publish_model(bus)
+        held = [holding(tier, 0, 1, 2, 3)] if tier else []
+        await Node(bus, info(), *held).join()
+        assert await sources(bus) == (["a"] if tier else [])
+        own.outage.on = True
+        began = now()
+        assert await reserved(bus, reserve()) == ["a"]
+        assert now() - began == (0.0 if tier is Tier.HOST else STORED_WAIT_S)
+        own.outage.on = False
 
 
 async def test_a_model_that_cannot_be_stored_is_not_published(

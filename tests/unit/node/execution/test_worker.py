@@ -5,6 +5,7 @@ import msgspec
 import pytest
 
 from services.node.engine.base import Context, Engine, StagePart, Weights
+from services.node.execution import worker as execution
 from services.node.execution.worker import Worker
 from shared.errors import (
     BadInput,
@@ -274,7 +275,12 @@ async def test_refuses_what_it_cannot_serve() -> None:
             await worker.submit(submit("r", WHOLE, max_tokens=20_000))
 
 
-async def test_what_runs_has_its_steps_between_blocks_that_are_attached_together() -> None:
+@pytest.mark.parametrize(("at_once_s", "a_turn"), [(0.0, 1), (100.0, BLOCKS)])
+async def test_what_runs_has_its_steps_between_blocks_that_are_attached_together(
+    monkeypatch: pytest.MonkeyPatch, at_once_s: float, a_turn: int
+) -> None:
+    """If they are attached fast, some are in one turn."""
+    monkeypatch.setattr(execution, "AT_ONCE_S", at_once_s)
     async with cluster("a") as nodes:
         worker, engine = nodes.workers["a"], nodes.engines["a"]
         attach, ran = engine.attach, list[int]()
@@ -294,7 +300,7 @@ async def test_what_runs_has_its_steps_between_blocks_that_are_attached_together
         await asyncio.sleep(0)
         gate.open()
         assert await attaching == {}
-        assert ran == [ran[0] + n for n in range(BLOCKS)]
+        assert ran == [ran[0] + n // a_turn for n in range(BLOCKS)]
         await attempt.end()
 
 

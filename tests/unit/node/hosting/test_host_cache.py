@@ -7,6 +7,7 @@ from contextlib import aclosing, suppress
 from ctypes import Structure
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from services.node.checkpoints.reading import Wanted
@@ -23,7 +24,7 @@ from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.copies import DropCopy, KeepCopy
 from shared.messages.pool import ModelRemove, Source, Tier
-from tests.unit.node.cluster import ALL, ARENA, NAME, WAIT_S, Nodes, nodes
+from tests.unit.node.cluster import ALL, ARENA, BLOCKS, NAME, WAIT_S, Nodes, nodes
 from tests.unit.node.gates import Gate
 
 FAST = 1 << 40
@@ -336,6 +337,37 @@ async def test_a_copy_is_not_packed_while_requests_run(
     assert packings.count == 0
     idle.set()
     await packings.until(1)
+
+
+async def test_a_copy_is_not_packed_while_another_model_loads(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked, packs, prepare, load = asyncio.Semaphore(0), Gate(), TorchEngine.prepare, Worker.load
+
+    def counted(self: Worker) -> WorkerLoad:
+        looked.release()
+        return load(self)
+
+    def noted(
+        self: TorchEngine, model_id: ModelId, manifest: Manifest, block: int, weights: Weights
+    ) -> bool:
+        packs()
+        return prepare(self, model_id, manifest, block, weights)
+
+    packs.open()
+    monkeypatch.setattr(hosting, "PREPARE_S", 0.001)
+    monkeypatch.setattr(TorchEngine, "prepare", noted)
+    other = await up.import_model("b", called="other", blocks=BLOCKS - 1)
+    plan = msgspec.structs.replace(up.plan("b", event="other"), model_id=other.model_id)
+    await up.request(subjects.node_plan(NodeId("b")), plan)
+    monkeypatch.setattr(Worker, "load", counted)
+    await keep(up, "b", "a")
+    for _ in range(50):
+        await looked.acquire()
+    assert not packs.reached.is_set()
+    plan = msgspec.structs.replace(plan, promote=tuple(range(BLOCKS - 1)), revision=1)
+    await up.request(subjects.node_plan(NodeId("b")), plan)
+    await packs.wait()
 
 
 async def test_a_copy_that_is_dropped_while_it_is_packed_gives_its_room_back(
