@@ -3,6 +3,9 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
+from services.planner.core.fleet import PACE_S
 from shared import subjects
 from shared.bus.base import On
 from shared.ids import NodeId
@@ -25,21 +28,23 @@ class Openings:
 
     def __init__(self) -> None:
         self.nodes: list[NodeId] = []
-        self._opened = asyncio.Event()
+        self._opened = asyncio.Condition()
 
     async def follow(self, up: Running) -> None:
         await up.bus.subscribe(subjects.INSTANCES, On(Message, self._hear))
 
-    async def first(self) -> NodeId:
-        await self._opened.wait()
-        return self.nodes[0]
+    async def last(self, number: int = 1) -> NodeId:
+        """The last that was told, once so many sets have told of some."""
+        async with self._opened:
+            await self._opened.wait_for(lambda: len(self.nodes) >= number)
+        return self.nodes[-1]
 
     async def _hear(self, message: Message) -> None:
         found = message.now if isinstance(message, InstanceChange) else message
         if isinstance(found, InstanceSet):
             self.nodes += [i.leader for i in found.instances if i.opening]
-        if self.nodes:
-            self._opened.set()
+        async with self._opened:
+            self._opened.notify_all()
 
 
 def on_disk(up: Running) -> int:
@@ -57,12 +62,38 @@ async def test_requests_run_while_the_model_is_copied(
     async with running(tmp_path, checkpoint, nodes=1, settings=SETTINGS, min_instances=0) as up:
         await openings.follow(up)
         first = asyncio.create_task(up.ask(asked[0], TOKENS))
-        await openings.first()
+        await openings.last()
         others = await up.ask_all(asked[1:], TOKENS)
         answers = [await first, *others]
         assert [answer.error for answer in answers] == [""] * len(asked)
         assert [answer.tokens for answer in answers] == oracle.tokens(asked, TOKENS)
         await up.replicas(1)
+
+
+@pytest.mark.parametrize("cache", ["0", str(64 << 20)], ids=["asleep", "in the host cache"])
+async def test_a_copy_in_memory_takes_requests_while_it_wakes(
+    tmp_path: Path, checkpoint: Path, oracle: Oracle, cache: str
+) -> None:
+    asked = prompts(4, TINY.vocab_size)
+    openings = Openings()
+    settings = {"LAMBDASCALE_NODE_HOST_BYTES": cache, "LAMBDASCALE_PLANNER_IDLE_S": "0.2"}
+    tier = Tier.CACHE if cache != "0" else Tier.HOST
+
+    def asleep(up: Running) -> bool:
+        held = {h.tier for status in up.statuses.values() for h in status.holdings}
+        return tier in held and Tier.GPU not in held
+
+    async with running(tmp_path, checkpoint, nodes=1, settings=settings, min_instances=0) as up:
+        await up.ask_all(asked[:1], TOKENS)
+        await openings.follow(up)
+        for prompt in asked[1:]:
+            await up.until(lambda: asleep(up), f"a copy in {tier}")
+            await asyncio.sleep(2 * PACE_S)  # gateways have been told that it sleeps
+            before = len(openings.nodes)
+            answer = await up.ask(prompt, TOKENS)
+            assert answer.error == ""
+            assert [answer.tokens] == oracle.tokens([prompt], TOKENS)
+            await openings.last(before + 1)
 
 
 async def test_requests_of_a_node_that_dies_before_its_last_block_go_on_elsewhere(
@@ -81,7 +112,7 @@ async def test_requests_of_a_node_that_dies_before_its_last_block_go_on_elsewher
             asyncio.create_task(up.ask(prompt, TOKENS, MODEL, into=answer))
             for prompt, answer in zip(asked, answers, strict=True)
         ]
-        up.kill(await openings.first())
+        up.kill(await openings.last())
         await asyncio.gather(*tasks)
         assert [answer.error for answer in answers] == [""] * len(asked)
         assert [answer.tokens for answer in answers] == oracle.tokens(asked, TOKENS)
