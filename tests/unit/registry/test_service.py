@@ -358,6 +358,8 @@ async def test_only_where_it_sleeps_in_the_arena_a_model_need_not_wait_for_the_s
         began = now()
         assert await reserved(bus, reserve()) == ["a"]
         assert now() - began == (0.0 if tier is Tier.HOST else STORED_WAIT_S)
+        assert await reserved(bus, reserve()) == ["a"], "asked again: it is not durable yet"
+        assert now() - began == (STORED_WAIT_S if tier is Tier.HOST else 2 * STORED_WAIT_S)
         own.outage.on = False
 
 

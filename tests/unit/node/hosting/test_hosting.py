@@ -364,8 +364,9 @@ async def test_a_request_that_comes_with_the_plan_waits_for_the_first_block(
 
 @pytest.mark.parametrize("cache", [0, ARENA], ids=["asleep", "in the host cache"])
 async def test_such_a_request_may_come_before_the_plan_that_wakes_the_model(
-    tmp_path: Path, checkpoint: Path, cache: int
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cache: int
 ) -> None:
+    monkeypatch.setattr(hosting, "BEGIN_S", 10 * WAIT_S)
     async with nodes(tmp_path, checkpoint, "a", settings={"host_bytes": cache}) as up:
         await up.promoted("a")
         tokens = await up.generate("a", request="before")
@@ -389,6 +390,7 @@ async def test_such_a_request_does_not_wait_where_no_block_will_come(
         with reading(monkeypatch) as gate:
             await up.apply("a", promote=ALL)
             await gate.wait()
+            monkeypatch.setattr(hosting, "BEGIN_S", 10 * WAIT_S)
             asking = asyncio.create_task(up.submit("a", request="waits", opening=True))
             await up.request(subjects.node_ping(NodeId("a")), Ping())
             releasing = asyncio.create_task(up.release("a"))
