@@ -1,6 +1,6 @@
 """From no instance at all to the first token, on real processes, beside what the copy takes.
 
-Run: `.venv/bin/python -m benchmarks.from_zero`, six minutes and 16 GB of memory. Nodes read their
+Run: `.venv/bin/python -m benchmarks.from_zero`, seven minutes and 16 GB of memory. Nodes read their
 disks at 32 MB/s (`node.disk_bytes_per_s`), so that a copy takes seconds; their links carry
 400 MB/s. The limit of a case is the time in which its tiers copy the blocks, and the prefill of the
 same prompt where the model serves. Engines pack weights (`node.cpu_weights`), as is the default:
@@ -13,9 +13,9 @@ host cache   the model is in its node's host cache, from where memory is copied 
 asleep       the model sleeps in its node's arena, so that there is nothing to copy
 
 The models have 96 MiB. The last two cases are measured with models of 1 GiB, too: what a wake takes
-beside copy and prefill hardly grows with the model. From the host cache each of these wakes five
-times. The first times are a case of their own: the memory is new to the process then, and the
-system has to find it.
+beside copy and prefill hardly grows with the model. Each of these wakes from the host cache five
+times. The first times are a case of their own, with the same bar: the memory is new to the process
+then, and the system has to find it.
 """
 
 import asyncio

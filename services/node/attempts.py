@@ -28,17 +28,17 @@ class Attempts:
         answers: KnownAnswers,
         publish: Publish,
         *,
-        begun: Callable[[ModelId], Awaitable[None]],
+        first_block: Callable[[ModelId], Awaitable[None]],
     ) -> None:
-        """`publish`: sends a message to a subject; a failure is logged. `begun`: waits until a
-        model that is about to run here can begin."""
+        """`publish`: sends a message to a subject; a failure is logged. `first_block`: see
+        `Hosting.first_block`."""
         self._node = node
         self._worker = worker
         self._owners = owners
         self._adapters = adapters
         self._answers = answers
         self._publish = publish
-        self._begun = begun
+        self._first_block = first_block
         self._spans = AttemptSpans(node)
         self._tokens: asyncio.Queue[tuple[GatewayId, Tokens]] = asyncio.Queue()
 
@@ -56,7 +56,7 @@ class Attempts:
         self._answers.asked(message)
         try:
             if message.opening:
-                await self._begun(message.model_id)
+                await self._first_block(message.model_id)
             await self._worker.submit(traced)
         except BaseException as error:
             self._spans.refused(message, error)
@@ -65,7 +65,10 @@ class Attempts:
         return Ok()
 
     async def _submit_adapted(self, message: Submit) -> Ok:
-        """A request with an adapter, which every stage has before anything is run."""
+        """A request with an adapter, which every stage has before anything is run. A node can load
+        adapters of a model that it has begun to run."""
+        if message.opening:
+            await self._first_block(message.model_id)
         await self._adapters.everywhere(message)
         return await self._submit(message)
 

@@ -199,7 +199,7 @@ class NodeService(Service):
             self._adapters,
             answers,
             self._publish,
-            begun=self._hosting.begun,
+            first_block=self._hosting.first_block,
         )
         self._pool = PoolWatch(
             self.node,

@@ -84,8 +84,11 @@ class RegistryService(Service):
     How durable an answer is: a model that was added or removed is stored before Ok. Reservations
     are in force with the answer, and are stored just before it (which takes about a millisecond).
     While the durable store takes no writes, they are stored as soon as it does; a registry that is
-    killed in such an outage forgets the reservations made during it. After a start, requests about
-    nodes wait until the nodes have said what they hold. `bus` is opened and closed by the caller.
+    killed in such an outage forgets the reservations made during it. Where copies in the arenas
+    keep the room, reservations are stored just after the answer. If the registry is killed in
+    between, another model's event may get a node that still wakes its copy: the room is there for
+    both. After a start, requests about nodes wait until the nodes have said what they hold. `bus`
+    is opened and closed by the caller.
     """
 
     role: ClassVar[str] = "registry"
@@ -243,7 +246,7 @@ class RegistryService(Service):
         self.pool.at = clock.now()
         targets, effects = self.pool.reserve(request)
         self._follow(effects)
-        if not all(target.has_space for target in targets):  # a copy that sleeps wakes sooner
+        if not all(target.keeps_room for target in targets):  # else the room may be lost
             await self._store.settled(STORED_WAIT_S)
         return Reserved(
             targets=tuple(target.info for target in targets),

@@ -55,8 +55,9 @@ class Instance(msgspec.Struct, frozen=True, kw_only=True):
     """Whether it is a group: each of its devices has one part of the model for good, since no
     device has room for all of it."""
     opening: bool = False
-    """Whether it is a replica whose last blocks are about to come. Its node runs requests as far as
-    its blocks go, and on as they come."""
+    """Whether it is a replica that lacks blocks: its last ones are about to come, or its node wakes
+    it from memory, and may have none yet. Its node runs requests as far as its blocks go, and on as
+    they come."""
 
     @property
     def leader(self) -> NodeId:

@@ -189,8 +189,8 @@ class Worker:
         self, model_id: ModelId, blocks: Mapping[int, memoryview]
     ) -> dict[int, BaseException]:
         """Once this returns, the engine can run the blocks. It returns the blocks that the engine
-        cannot run, each with its error. Requests that run have steps in between. If the engine
-        computes on a device, the bytes are copied there while it runs other blocks."""
+        cannot run, each with its error. Requests that run have steps in between (`_ask`). If the
+        engine computes on a device, the bytes are copied there while it runs other blocks."""
         failed: dict[int, BaseException] = {}
 
         def attach(block: int, weights: Weights) -> Call:
@@ -366,9 +366,10 @@ class Worker:
         def call(steps: Steps) -> None:
             until = time.monotonic() + AT_ONCE_S
             try:
-                left.popleft()(steps)
-                while left and time.monotonic() < until:
+                while left:
                     left.popleft()(steps)
+                    if time.monotonic() >= until:
+                        break
             except BaseException as error:  # handed on to the caller; the thread goes on
                 loop.call_soon_threadsafe(_settle, answer, error)
             else:

@@ -33,9 +33,9 @@ class Hosted:
     """Its way into the host cache, while its copy is made there."""
     bringing: asyncio.Task[None] | None = None
     """The task that brings the tokenizer to the engine."""
-    begun: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the engine has the first block, without which nothing can run, or never will have
-    it."""
+    first_block: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the engine has the first block, without which nothing can run. When the engine
+    closes the model, there is a new one, and who waits for the old one goes on."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

@@ -2,7 +2,6 @@
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from typing import ClassVar
 from weakref import WeakValueDictionary
 
@@ -21,7 +20,7 @@ from services.node.keeper.messages import Space
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
-from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound
+from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound, NotReady
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
 from shared.messages.pool import Holding, Tier
@@ -31,8 +30,9 @@ from shared.runs import runs
 from shared.story import Story
 from shared.wording import counted
 
-BEGIN_S = 2.0
-"""How long a request waits for the first block. Gateways wait longer for an answer."""
+FIRST_BLOCK_S = 0.8
+"""How long a request waits for the first block. It may wait for its adapter, or for KV, after that,
+and gateways wait longer than for both together."""
 PREPARE_S = 0.1
 """How often it is looked whether the engine has time to pack what will only be needed later."""
 
@@ -71,8 +71,8 @@ class Hosting:
         self.story = Story()
         self._hosted: dict[ModelId, Hosted] = {}
         self._turns: WeakValueDictionary[ModelId, asyncio.Lock] = WeakValueDictionary()
-        self._wanted: dict[ModelId, asyncio.Event] = {}
-        """Set when a plan comes for a model that requests wait for."""
+        self._moved = asyncio.Condition()
+        """Told of each model that gets space in the arena, or leaves the host cache."""
         self.cache = self.cache_type(
             cache_arena,
             data,
@@ -173,8 +173,6 @@ class Hosting:
         StaleEpoch, BadInput: nothing was changed. CapacityExceeded: no room in the arena.
         """
         self._planners.obey(plan.epoch)
-        if wanted := self._wanted.pop(plan.model_id, None):
-            wanted.set()
         attributes: dict[str, telemetry.Attribute] = {"node": plan.node, "pulls": len(plan.pulls)}
         with telemetry.span("apply_plan", parent=plan.trace, attributes=attributes):
             async with self._turn(plan.model_id):
@@ -194,6 +192,7 @@ class Hosting:
         hosted = Hosted(manifest, span, ModelSpace(manifest, span, plan.part), residency)
         self._hosted[plan.model_id] = hosted
         try:
+            await self._tell_moved()
             if self.cache.lends(plan.model_id):
                 await self.cache.withdraw(plan.model_id)
             await self._follow(plan, hosted, hosted.space)
@@ -242,18 +241,27 @@ class Hosting:
         for block in sorted(asked & held - asleep):
             await self.landings.report_held(followed, hosted, block)
 
-    async def begun(self, model: ModelId) -> None:
-        """Waits, BEGIN_S at most, until a plan has brought the model's first block to the engine.
-        The plan may still be on its way, if there is a copy in memory. Returns at once if nothing
-        of the model is in memory."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(BEGIN_S):
-                if model not in self._hosted and self.cache.is_stored(model):
-                    await self._wanted.setdefault(model, asyncio.Event()).wait()
+    async def first_block(self, model: ModelId) -> None:
+        """Waits until the engine has the model's first block, by a plan that has come or, if there
+        is a copy in memory, is about to come. Returns at once if nothing of the model is in memory.
+        NotReady: the block is not there after FIRST_BLOCK_S."""
+        hosted = self._hosted.get(model)
+        if hosted is not None and hosted.first_block.is_set():
+            return
+        try:
+            async with asyncio.timeout(FIRST_BLOCK_S):
+                async with self._moved:
+                    await self._moved.wait_for(
+                        lambda: model in self._hosted or not self.cache.is_stored(model)
+                    )
                 async with self._turn(model):
                     hosted = self._hosted.get(model)
                 if hosted is not None:
-                    await hosted.begun.wait()
+                    await hosted.first_block.wait()
+        except TimeoutError as error:
+            raise NotReady(
+                f"node {self._node} does not have the first block of model {model} yet: try again"
+            ) from error
 
     # --- blocks from this node's host cache or disk ---
 
@@ -317,16 +325,22 @@ class Hosting:
         await self.release(model, keep=None, cause=cause)
         async with self._turn(model):
             await self.cache.drop(model, "the model was removed", cause=cause)
+        await self._tell_moved()
         self._changed()
 
     async def drop_cached(self, model: ModelId, why: str, *, cause: str) -> None:
         """Gives up the copy in the host cache. Conflict: it is being promoted."""
         async with self._turn(model):
             await self.cache.drop(model, why, cause=cause)
+        await self._tell_moved()
         for hosted in list(self._hosted.values()):
             async with hosted.lock:
                 await self._demote(hosted, cause)
         self._changed()
+
+    async def _tell_moved(self) -> None:
+        async with self._moved:
+            self._moved.notify_all()
 
     # --- to the host cache ---
 
@@ -404,9 +418,9 @@ class Hosting:
             more = more and block < space.manifest.n_blocks
 
     def _loads(self) -> bool:
-        """Whether blocks of some model are on their way to the engine."""
-        active = (h.residency for h in self._hosted.values() if h.residency.mode is Mode.ACTIVE)
-        return any(len(each.runnable) < each.room.size for each in active)
+        """Whether some model follows a plan, and the engine lacks blocks of it."""
+        planned = (h.residency for h in self._hosted.values() if h.residency.plan is not None)
+        return any(len(each.runnable) < each.room.size for each in planned)
 
     async def _hurry(self, hosted: Hosted, cause: str) -> None:
         """Waits for the copy, since the arena's room is needed."""

@@ -123,7 +123,13 @@ class Landings:
                 await self.report_held(plan, hosted, block)
 
     async def _attach(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
-        """The planner is told of blocks that the engine cannot run."""
+        """The planner is told of blocks that the engine cannot run. The first one goes ahead, since
+        requests wait for it."""
+        ahead = [block for block in blocks if block == 0]
+        for some in (ahead, [block for block in blocks if block != 0]):
+            await self._attach_together(plan, hosted, some)
+
+    async def _attach_together(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
         failed: Mapping[int, BaseException]
         try:
             failed = await self._opening.attach(hosted, blocks)

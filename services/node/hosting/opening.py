@@ -77,9 +77,6 @@ class Opening:
         run."""
         if not blocks:
             return {}
-        if 0 in blocks and len(blocks) > 1:  # what waits for the first block begins
-            first = await self.attach(hosted, [0])
-            return {**first, **await self.attach(hosted, [b for b in blocks if b != 0])}
         buffers = {block: hosted.space.block(block) for block in blocks}
         failed = await self._worker.attach(hosted.model, buffers)
         there = [block for block in blocks if block not in failed]
@@ -94,7 +91,7 @@ class Opening:
             hosted.residency = hosted.residency.run(block)
             hosted.tell(hosted.event, f"runs block {block}")
         if 0 in there:
-            hosted.begun.set()
+            hosted.first_block.set()
         if there and len(hosted.residency.runnable) == hosted.residency.room.size:
             self._changed()  # before that, each block is reported by itself
         return failed
@@ -104,8 +101,8 @@ class Opening:
         they are."""
         if hosted.bringing is not None:
             hosted.bringing.cancel()
-        hosted.begun.set()  # whoever waits for that is told by the engine that it is closed
-        hosted.begun = asyncio.Event()
+        hosted.first_block.set()  # the engine tells whoever waits that it has closed the model
+        hosted.first_block = asyncio.Event()
         await self._worker.close_model(hosted.model, asleep=asleep)
         if hosted.residency.mode is Mode.ACTIVE:
             hosted.span.release(ENGINE)

@@ -23,7 +23,7 @@ Spawn = Callable[[Coroutine[Any, Any, None], str], "asyncio.Task[None]"]
 
 class Promotion:
     """Reads blocks. Peers may read each chunk as soon as it is verified, and a block lands once it
-    is whole."""
+    is whole: its last chunks may follow a moment later, and peers' reads wait for them."""
 
     def __init__(
         self,

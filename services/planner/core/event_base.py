@@ -20,6 +20,7 @@ from services.planner.core.event_phases import (
     Dropped,
     Effect,
     Freed,
+    Joined,
     Phase,
     Taken,
     Trouble,
@@ -34,7 +35,7 @@ from services.planner.core.trust import Trust
 from shared.errors import CapacityExceeded, LambdaScaleError
 from shared.ids import NodeId
 from shared.messages import pool
-from shared.messages.pool import MEMORY, ModelRecord, Tier
+from shared.messages.pool import MEMORY, ModelRecord, NodeInfo, Tier
 from shared.messages.scaling import EventRecord, EventState
 
 STALL_S = 5.0
@@ -148,6 +149,12 @@ class EventBase:
         """The blocks that a target is to hold."""
         part = self.record.parts.get(node)
         return frozenset(part.blocks) if part else self._every
+
+    def _joined(self, info: NodeInfo) -> Joined:
+        """What the model is told of a new target."""
+        own = self._desk.cluster.held(info.node, self._model.model_id, MEMORY)
+        wakes = self._wanted_by(info.node) <= own
+        return Joined(info, self.record.parts.get(info.node), wakes=wakes)
 
     def _of_targets(self) -> dict[NodeId, frozenset[int]]:
         return {node: self._held(node) for node in self.record.targets}

@@ -13,7 +13,7 @@ from services.planner.core import commands, events
 from services.planner.core.arrivals import News
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import NEVER, THINK_S
-from services.planner.core.event_phases import Case, Joined, Phase, Trouble
+from services.planner.core.event_phases import Case, Phase, Trouble
 from services.planner.core.forecast import later
 from services.planner.core.growing import Growing, Needs
 from services.planner.core.ledger import planned
@@ -87,8 +87,7 @@ class EventMachine(Growing):
             self._look(node)
             sizes = self._model.block_bytes if node in receiving else (0,) * self._model.n_blocks
             self._count(node, {block: sizes[block] for block in self._held(node)})
-        parts = self.record.parts
-        self.effects += [Joined(nodes[n], parts.get(n)) for n in targets if n in nodes]
+        self.effects += [self._joined(nodes[n]) for n in targets if n in nodes]
         reason = "it went while there was no planner"
         self._troubles += [
             NodeGone(node=node, generation=Generation(0), reason=reason)
@@ -199,11 +198,7 @@ class EventMachine(Growing):
         self._set(events.advance(record, EventState.PLANNED, now.wall_ns))
         self._span_of_plan(plan=plan, reserved_ns=self._reserved_ns)
         self._set(events.advance(self.record, EventState.TRANSFERRING, now.wall_ns))
-        parts = self.record.parts
-        self.effects += [
-            Joined(info, parts.get(info.node), wakes=info.node in roles.promoting)
-            for info in self._infos
-        ]
+        self.effects += map(self._joined, self._infos)
         self._promised = ()
         for node in self.record.targets:
             self._look(node)

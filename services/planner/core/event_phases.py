@@ -58,7 +58,7 @@ class Joined:
     part: Part | None = None
     """What it is to hold, as one device of a group. None: all."""
     wakes: bool = False
-    """Whether all of that comes from its own memory."""
+    """Whether all of that is in its own memory."""
 
 
 @dataclass(frozen=True, slots=True)

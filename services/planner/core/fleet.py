@@ -415,10 +415,10 @@ class Fleet:
             self._revise_by(at + max(self._desk.settings.tick_s, pace))
 
     def _opening(self) -> NodeId | None:
-        """The member that takes requests although it lacks blocks. It opens while it is the only
-        member, so that nobody else could serve, at once if it wakes; else when it has the first
-        block, and will soon have the last one if blocks come as fast as they did. What begins on it
-        stays there, so it stays open, whatever comes, until it is complete."""
+        """The member that takes requests although it lacks blocks. It opens only while it is the
+        only member, so that nobody else could serve: at once if it wakes, and if not, when it has
+        the first block and will soon have the last one if blocks come as fast as they did. What
+        begins on it stays there, so it stays open, whatever comes, until it is complete."""
         opened = next((instance.leader for instance in self.instances if instance.opening), None)
         if opened in self._partial:
             return None if self._members[opened].draining else opened

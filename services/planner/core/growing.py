@@ -19,7 +19,7 @@ from services.planner.core.choose import AUTO
 from services.planner.core.cut import room_for
 from services.planner.core.desk import ASK_S
 from services.planner.core.event_base import MAX_REVISIONS, NEVER, THINK_S
-from services.planner.core.event_phases import Joined, Phase
+from services.planner.core.event_phases import Phase
 from services.planner.core.mending import Mending
 from services.planner.core.multicast.strategies import FORMS_GROUP, LOCAL
 from services.planner.core.placement import Held, Plan
@@ -250,8 +250,7 @@ class Growing(Mending):
             since_ns=wanted.since_ns,
             attributes={"cause": wanted.cause, "targets": names, "transfers": len(plan.transfers)},
         )
-        parts = self.record.parts
-        self.effects += [Joined(info, parts.get(info.node)) for info in wanted.parts]
+        self.effects += map(self._joined, wanted.parts)
         for node in nodes:
             self._look(node)
         self._send(nodes)

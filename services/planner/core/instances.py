@@ -53,7 +53,7 @@ class Member(msgspec.Struct, frozen=True):
     part: Part | None = None
     """The blocks that it is to hold, as one device of a group. None: all."""
     wakes: bool = False
-    """Whether all that it lacks comes from its own memory."""
+    """Whether all that it is to hold was in its own memory when it became a member."""
 
     def is_complete(self, blocks: int) -> bool:
         """Whether it has all that it is to hold, of a model with so many blocks."""

@@ -104,7 +104,8 @@ class Supply(msgspec.Struct, frozen=True, gc=False):
     """What serves, in replicas."""
 
     now: float
-    """What instances carry now, paths over nodes that still load included."""
+    """What instances carry now, paths over nodes that still load included, but no replica that
+    opens: it may have no block yet."""
     coming: int = 0
     """Replicas that are on their way."""
     coming_s: float = 0.0

@@ -125,7 +125,8 @@ class Sizing:
         self, record: ModelRecord, coming: int, fleet: Fleet, event: EventRecord | None
     ) -> Supply:
         """What serves, and when more would."""
-        carried = sum(i.capacity for i in fleet.instances if i.state is InstanceState.SERVING)
+        serving = (i for i in fleet.instances if i.state is InstanceState.SERVING)
+        carried = sum(i.capacity for i in serving if not i.opening)  # those that open are `coming`
         horizon_s, coming_s = self._load_s(record, fleet), 0.0
         if event is not None:
             over_s = event.predicted.all_complete_s

@@ -106,8 +106,8 @@ class Target:
     info: NodeInfo
     reason: str
     """Why this target was chosen, for people."""
-    has_space: bool
-    """Whether its arena has the room already, whatever becomes of the reservation."""
+    keeps_room: bool
+    """Whether a copy in its arena keeps the room, even if the reservation is lost."""
 
     @classmethod
     def of(cls, candidate: Candidate, reason: str) -> Self:

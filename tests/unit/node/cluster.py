@@ -232,10 +232,14 @@ class Nodes:
             for name, start, stop in zip(names, cuts, cuts[1:], strict=False)
         )
 
-    async def submit(
-        self, *names: str, request: str = "r", max_tokens: int = 8, **changes: Any
-    ) -> None:
+    async def submit(self, *names: str, **changes: Any) -> None:
         """Over a path of equal stages."""
+        subject = subjects.node_submit(NodeId(names[0]))
+        await self.request(subject, self.submission(*names, **changes))
+
+    def submission(
+        self, *names: str, request: str = "r", max_tokens: int = 8, **changes: Any
+    ) -> Submit:
         stages = self.stages(*names)
         submit = Submit(
             request=RequestId(request),
@@ -250,8 +254,7 @@ class Nodes:
             stop_ids=(),
             sampling=Sampling(),
         )
-        submit = msgspec.structs.replace(submit, **changes)
-        await self.request(subjects.node_submit(NodeId(names[0])), submit)
+        return msgspec.structs.replace(submit, **changes)
 
     async def generate(self, *names: str, request: str = "r") -> list[int]:
         await self.submit(*names, request=request)

@@ -8,10 +8,10 @@ from services.planner.core import commands
 from services.planner.core.fleet import OPENING_S
 from shared.errors import CapacityExceeded
 from shared.messages import Ok
-from shared.messages.pool import Holding, Reserved, Source, Sources, Tier
+from shared.messages.pool import Holding, NodeView, PoolState, Reserved, Source, Sources, Tier
 from shared.messages.scaling import EventRecord
 from tests.unit.planner.driver import EVERY, Driver, info
-from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL
+from tests.unit.planner.scripted import BLOCK_BYTES, BLOCKS, MODEL, NAME, record
 
 SETTLED_S = 0.05
 """By then gateways have been told."""
@@ -120,6 +120,29 @@ def test_it_closes_if_its_node_does_not_take_the_order() -> None:
     driver = waking("a")
     driver.answer(driver.asked(commands.SendPlan), CapacityExceeded("no room"))
     assert opened(driver) == {}
+
+
+def test_it_stays_open_under_another_planner() -> None:
+    driver = waking("a")
+    driver.answer(driver.asked(commands.SendPlan), Ok())
+    driver.replace_planner()
+    holdings = (Holding(MODEL, Tier.HOST, EVERY),)
+    event = driver.event.id
+    node = NodeView(info=info("a"), holdings=holdings, arena_free=0, reserved_by=event, seq=1)
+    pool = PoolState(nodes=(node,), models=(record(),))
+    driver.answer(driver.asked(commands.ReadPool), pool)
+    driver.holds("a", tier=Tier.HOST)
+    assert opened(driver) == {"replica-a": True}
+
+
+def test_until_it_is_complete_its_capacity_counts_as_coming_only() -> None:
+    driver = waking("a")
+    assert opened(driver) == {"replica-a": True}
+    (instance,) = driver.core.sets()[0].instances
+    assert instance.capacity > 0
+    model = driver.core._machines.named[NAME]
+    supply = model._replicas.sizing._supply(model.record, 1, model.fleet, None)
+    assert (supply.now, supply.coming) == (0.0, 1)
 
 
 def test_copies_that_wake_together_do_not_open() -> None:

@@ -13,7 +13,7 @@ import pytest
 from services.node.engine.kernels import Kernels, Packing
 from services.node.execution import worker
 from services.node.execution.worker import Worker
-from services.node.hosting import hosting, opening
+from services.node.hosting import opening
 from services.node.hosting.hosted import Hosted
 from services.node.hosting.hosting import Hosting
 from services.node.hosting.landings import Landings
@@ -28,11 +28,10 @@ from shared.errors import (
     NotFound,
     StaleEpoch,
 )
-from shared.ids import ModelId, NodeId
-from shared.messages import Ping
+from shared.ids import ModelId
 from shared.messages.pool import ModelRemove, Task, Tier
 from tests.support.classifier import TINY_VIT, make_classifier
-from tests.unit.node.cluster import ALL, ARENA, BLOCKS, NAME, nodes
+from tests.unit.node.cluster import ALL, BLOCKS, NAME, nodes
 from tests.unit.node.gates import reading
 
 FROM_A = dict.fromkeys(ALL, "a")
@@ -342,67 +341,6 @@ async def test_small_blocks_come_to_the_engine_together(
         await up.until_arrived("a", ALL, event="wake")
         assert asked == [ALL[:1], ALL[1:]]
         assert await up.generate("a")
-
-
-async def test_a_request_that_comes_with_the_plan_waits_for_the_first_block(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with nodes(tmp_path, checkpoint, "a") as up:
-        with reading(monkeypatch) as gate:
-            await up.apply("a", promote=ALL)
-            await gate.wait()
-            asking = asyncio.create_task(up.submit("a", opening=True))
-            await up.request(subjects.node_ping(NodeId("a")), Ping())
-            assert not asking.done()
-            with pytest.raises(NotFound, match="does not hold blocks"):
-                await up.submit("a", request="of another instance")
-        await asking
-        await up.tokens.until(lambda: up.over("r"))
-        assert up.failure("r") is None
-        assert await up.generate("a", request="later") == [t.token for t in up.tokens_of("r")]
-
-
-@pytest.mark.parametrize("cache", [0, ARENA], ids=["asleep", "in the host cache"])
-async def test_such_a_request_may_come_before_the_plan_that_wakes_the_model(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, cache: int
-) -> None:
-    monkeypatch.setattr(hosting, "BEGIN_S", 10 * WAIT_S)
-    async with nodes(tmp_path, checkpoint, "a", settings={"host_bytes": cache}) as up:
-        await up.promoted("a")
-        tokens = await up.generate("a", request="before")
-        await up.release("a", keep=Tier.HOST)
-        tier = Tier.CACHE if cache else Tier.HOST
-        await up.until_holds("a", {tier: ALL, Tier.DISK: ALL})
-        asking = asyncio.create_task(up.submit("a", opening=True))
-        await up.request(subjects.node_ping(NodeId("a")), Ping())
-        await up.apply("a", promote=ALL, event="wake")
-        await asking
-        await up.tokens.until(lambda: up.over("r"))
-        assert [token.token for token in up.tokens_of("r")] == tokens
-
-
-async def test_such_a_request_does_not_wait_where_no_block_will_come(
-    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    async with nodes(tmp_path, checkpoint, "a") as up:
-        with pytest.raises(NotFound, match="does not have model"):
-            await up.submit("a", opening=True)
-        with reading(monkeypatch) as gate:
-            await up.apply("a", promote=ALL)
-            await gate.wait()
-            monkeypatch.setattr(hosting, "BEGIN_S", 10 * WAIT_S)
-            asking = asyncio.create_task(up.submit("a", request="waits", opening=True))
-            await up.request(subjects.node_ping(NodeId("a")), Ping())
-            releasing = asyncio.create_task(up.release("a"))
-            gate.open()
-            with pytest.raises(NotFound, match="does not"):
-                await asking
-            await releasing
-        monkeypatch.setattr(hosting, "BEGIN_S", 0.01)
-        with reading(monkeypatch):
-            await up.apply("a", promote=ALL, event="again")
-            with pytest.raises(NotFound, match="does not hold blocks"):
-                await up.submit("a", request="too slow", opening=True)
 
 
 async def test_a_tokenizer_comes_again_when_the_model_wakes(

@@ -95,6 +95,27 @@ async def test_a_block_runs_while_another_is_read(
         await up.until_holds("a", {Tier.GPU: (0, 2), Tier.DISK: ALL})
 
 
+async def test_a_block_runs_before_peers_can_read_its_end(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their reads wait for it."""
+    may, mark_held = asyncio.Event(), DataPlane.mark_held
+
+    async def late(self: DataPlane, model: ModelId, block: int, chunks: Any = None) -> None:
+        await may.wait()
+        await mark_held(self, model, block, chunks)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(reading, "REQUEST", 64 << 20)  # each block is one request
+        patch.setattr(DataPlane, "mark_held", late)
+        await up.apply("a", promote=ALL[:1])
+        await up.until_arrived("a", ALL[:1])
+        await up.apply("b", {0: "a"})
+        assert up.arrived("b") == []
+        may.set()
+        await up.until_arrived("b", ALL[:1])
+
+
 @pytest.mark.parametrize("refuses", [False, True])
 async def test_blocks_are_read_while_the_engine_opens_the_model(
     up: Nodes, monkeypatch: pytest.MonkeyPatch, refuses: bool
