@@ -26,6 +26,8 @@ class Hosted:
     residency: Residency
     trace: str = ""
     """The trace of the plan that is followed."""
+    asked_ns: int = 0
+    """When that plan was taken up (wall clock)."""
     devices: int = 1
     """How many devices of the machine run it together, from when it is opened next."""
     promotion: Promotion | None = None

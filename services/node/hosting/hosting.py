@@ -20,6 +20,7 @@ from services.node.keeper.messages import Space
 from services.node.memory.arena import Arena, ModelSpace
 from services.node.parts import AnyDataPlane, AnyWorker
 from shared import telemetry
+from shared.clock import wall_ns
 from shared.errors import BadInput, CapacityExceeded, LambdaScaleError, NotFound, NotReady
 from shared.ids import ModelId, NodeId
 from shared.layout import Manifest
@@ -213,6 +214,7 @@ class Hosting:
         async with hosted.lock:
             hosted.residency = hosted.residency.follow(followed)
             hosted.trace, hosted.devices = plan.trace, plan.devices
+            hosted.asked_ns = wall_ns()
             hosted.tell(plan.event, f"follows revision {plan.revision}")
             addresses = {peer.node: peer.address for peer in plan.peers}
             held, cached = hosted.residency.held, self.cache.is_stored(plan.model_id)

@@ -165,7 +165,7 @@ class Landings:
             source=self._node,
             transport=HELD,
             nbytes=hosted.manifest.blocks[block].nbytes,
-            started_ns=at,
+            started_ns=hosted.asked_ns,
             first_byte_ns=at,
             finished_ns=at,
         )

@@ -20,6 +20,7 @@ from services.node.hosting.landings import Landings
 from services.node.hosting.library import Library
 from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
+from shared.clock import wall_ns
 from shared.config import TelemetryConfig
 from shared.errors import (
     BadInput,
@@ -431,9 +432,12 @@ async def test_a_sleeping_copy_can_be_woken_where_there_is_room_for_nothing_else
         await up.until_holds("a", {Tier.HOST: ALL, Tier.DISK: ALL})
         with pytest.raises(NotFound):
             await up.submit("a", request="asleep")
+        before = wall_ns()
         await up.apply("a", promote=ALL, event="wake")
         woken = await up.until_arrived("a", ALL, event="wake")
         assert {m.transport for m in woken} == {"held"}
+        (asked,) = {m.started_ns for m in woken}
+        assert before < asked < min(m.first_byte_ns for m in woken)
         await up.until_holds("a", {Tier.GPU: ALL, Tier.DISK: ALL})
         assert await up.generate("a", request="after") == tokens
 
