@@ -10,7 +10,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import cached_property, partial
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import msgspec
 
@@ -63,7 +63,7 @@ from simulation.models import Model, model_record, modelled_manifest
 from simulation.network import Network
 from simulation.store import HostCache, ModelledStore
 from simulation.supervisor import Process
-from simulation.systems import Cache, System
+from simulation.systems import Cache, KvMoves, System
 from simulation.transport import Ends
 from simulation.worker import ModelledWorker
 
@@ -122,8 +122,8 @@ class ClusterSpec:
     chunks: int = 1
     """Chunks of the largest block. A relay forwards chunks before it has the block."""
     slots: int = 16
-    kv_moves: Literal["always", "never"] = "never"
-    """Whether requests that move bring their KV along."""
+    kv_moves: KvMoves | None = None
+    """Whether requests that move bring their KV along. None: as is said for the system."""
     step_tokens: int = 2048
     standbys: int = 0
     """How many processes stand by for the planner's role, and for the registry's."""
@@ -223,7 +223,7 @@ class NodeParts:
             slots=spec.slots,
             step_tokens=spec.step_tokens,
             link_bytes_per_s=round(spec.hardware.link_bytes_per_s / spec.unit),
-            kv_moves=spec.kv_moves,
+            kv_moves=spec.kv_moves or spec.system.kv_moves,
             rack=spec.rack(index),
             trunk_bytes_per_s=round(spec.trunk_bytes_per_s / spec.unit),
         )
@@ -274,7 +274,9 @@ class NodeParts:
             emit=listener.emit,
             ran=listener.ran,
             kv_mover=lambda: listener.kv,
-            worth=listener.worth,
+            worth=lambda model, positions, nbytes: listener.worth(
+                model, positions, -(-nbytes // spec.unit)
+            ),
             unit=spec.unit,
             steps_type=CheckedSteps if spec.checked else Steps,
         )

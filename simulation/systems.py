@@ -9,6 +9,7 @@ describes it (`simulation.scalers`). No code of the other systems runs here.
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from services.gateway.core.routing import OURS, Routing
 from shared.errors import BadInput
@@ -22,6 +23,8 @@ from simulation.scalers import (
     per_request,
     per_request_cached,
 )
+
+KvMoves = Literal["auto", "always", "never"]
 
 
 class Cache(enum.Enum):
@@ -54,6 +57,8 @@ class System:
     """Seconds that an idle model stays in a host's memory, where hosts cache models."""
     every_disk: bool = False
     """Whether every disk has every model, even where others have what was put there."""
+    kv_moves: KvMoves = "auto"
+    """Whether requests that move to another node bring their KV along: `node.kv_moves`."""
 
 
 _STRATEGIES = (
@@ -69,7 +74,8 @@ _STRATEGIES = (
         "binomial",
         "pipelines",
         Cache.NONE,
-        "λScale's binomial pipeline and fixed execution pipelines (Algorithm 2)",
+        "λScale's binomial pipeline and fixed execution pipelines (Algorithm 2); no KV moves",
+        kv_moves="never",
     ),
     System(
         "serverlessllm",
@@ -92,7 +98,8 @@ _STRATEGIES = (
         "chain",
         "zigzag",
         Cache.NONE,
-        "chains, live scaling of overloaded instances; one host copy of a model in the cluster",
+        "chains, live scaling of overloaded instances; one host copy of a model; no KV moves",
+        kv_moves="never",
     ),
     System(
         "allcache",
