@@ -6,11 +6,10 @@ run that is in it is not made again, so that the benchmark goes on where it was 
 file for a new tree.
 
 Every system is a whole one, with its own scaler and gateway (docs/simulation.md), at several
-settings: how long replicas are kept, how many always stay, how full a replica is meant to be, and
-for ours which objective models have. Two systems are compared on their frontiers, at equal device
-seconds: our TTFT p90 as a share of a baseline's, at every point of the baseline's frontier. The bar
-is held against the point where we do worst. Figures are medians over seeds, with the lowest and the
-highest.
+settings: how long replicas are kept, how many always stay, and how full a replica is meant to be.
+Two systems are compared on their frontiers, at equal device seconds: our TTFT p90 as a share of a
+baseline's, at every point of the baseline's frontier. The bar is held against the point where we do
+worst. Figures are medians over seeds, with the lowest and the highest.
 """
 
 import argparse
@@ -53,7 +52,6 @@ SLOTS = 16
 KEPT_S = (2.0, 0.5)
 TARGETS = (1.0, 0.75, 0.5, 0.35, 0.25, 0.125)
 """How full a replica is meant to be."""
-OBJECTIVE_MS = 500.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,16 +91,13 @@ WINDOWS = (
 
 
 def settings_of(at: Window, system: str) -> tuple[Knobs, ...]:
-    """What a system is run with. All have the same times for which replicas are kept, and equally
-    many settings. Ours, and the ideal one that has our scaler, are run with an objective instead of
-    the lowest target; the others know none. The least number of replicas is 0 for many models."""
+    """What a system is run with. All have the same settings, but that where there are many models,
+    only ours and BlitzScale know how full a replica is meant to be. The least number of replicas is
+    0 for many models."""
     if at.many:
         full = (1.0, 0.5) if system in (OURS, BLITZSCALE) else (1.0,)
         knobs = tuple(Knobs(kept_s, 0, full[0]) for kept_s in (0.5, 2.0, 8.0, 30.0))
         return (*knobs, *(Knobs(2.0, 0, each) for each in full[1:]))
-    if system in (OURS, IDEAL):
-        filled = ((1.0, OBJECTIVE_MS), *((target, None) for target in TARGETS[:-1]))
-        return tuple(Knobs(kept_s, 1, *each) for kept_s, each in product(KEPT_S, filled))
     return tuple(Knobs(kept_s, 1, target) for kept_s, target in product(KEPT_S, TARGETS))
 
 
