@@ -283,6 +283,11 @@ class Route:
         """Whether nothing runs over its nodes, as far as is known."""
         return all(place.node.idle for place in self.places)
 
+    @property
+    def begins_at_once(self) -> bool:
+        """Whether no prompt of this gateway waits or runs over its nodes."""
+        return all(place.node.prompts < 1 for place in self.places)
+
     def _count(self, sequences: int) -> None:
         for place in self.places:
             place.node.account.add(len(self.places), place.weight, sequences)

@@ -28,6 +28,9 @@ from shared.messages.instances import InstanceState
 
 FEW = 8
 """All of so few instances with room are looked at."""
+SHORT = 512
+"""Tokens of a prompt that take hardly longer to prefill than the weights take to read. What it
+waits for is nearly all of its time to the first token."""
 PROBES = 16
 """Of more, this many are drawn before all are looked at."""
 Draw = Callable[[], float]
@@ -84,8 +87,11 @@ def roomy(free: Iterable[Route], request: Request, now: float) -> list[Route]:
 
 
 def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
-    """The less loaded of two with KV left."""
+    """The less loaded of two with KV left. A short prompt goes where no prompt is before it, if
+    there is such an instance."""
     left = with_kv(free, request, now)
+    if request.context <= SHORT:
+        left = [route for route in left if route.begins_at_once] or left
     if len(left) < 2:
         return left[0] if left else None
     first = left.pop(_drawn(left, draw))
@@ -98,6 +104,8 @@ def _drawn(routes: Sequence[Route], draw: Draw) -> int:
 
 
 def _lighter(a: Route, b: Route, request: Request) -> Route:
+    if request.context <= SHORT and a.begins_at_once is not b.begins_at_once:
+        return a if a.begins_at_once else b
     return a if a.load(request.work) <= b.load(request.work) else b
 
 
