@@ -123,7 +123,7 @@ class ClusterSpec:
     """Chunks of the largest block. A relay forwards chunks before it has the block."""
     slots: int = 16
     kv_moves: KvMoves | None = None
-    """Whether requests that move bring their KV along. None: as is said for the system."""
+    """Whether requests that move bring their KV along. None: `System.kv_moves` says it."""
     step_tokens: int = 2048
     standbys: int = 0
     """How many processes stand by for the planner's role, and for the registry's."""

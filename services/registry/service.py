@@ -246,7 +246,7 @@ class RegistryService(Service):
         self.pool.at = clock.now()
         targets, effects = self.pool.reserve(request)
         self._follow(effects)
-        if not all(target.keeps_room for target in targets):  # else the room may be lost
+        if not all(target.keeps_room for target in targets):
             await self._store.settled(STORED_WAIT_S)
         return Reserved(
             targets=tuple(target.info for target in targets),

@@ -34,7 +34,7 @@ class Openings:
         await up.bus.subscribe(subjects.INSTANCES, On(Message, self._hear))
 
     async def last(self, number: int = 1) -> NodeId:
-        """The last that was told, once so many sets have told of some."""
+        """The node that opened last, once this number of openings were heard of."""
         async with self._opened:
             await self._opened.wait_for(lambda: len(self.nodes) >= number)
         return self.nodes[-1]

@@ -29,8 +29,8 @@ from shared.messages.instances import InstanceState
 FEW = 8
 """All of so few instances with room are looked at."""
 SHORT = 512
-"""Tokens of a prompt that take hardly longer to prefill than the weights take to read. What it
-waits for is nearly all of its time to the first token."""
+"""A prompt of at most so many tokens takes hardly longer to prefill than the weights take to read.
+Nearly all of its time to the first token is spent behind other prompts."""
 PROBES = 16
 """Of more, this many are drawn before all are looked at."""
 Draw = Callable[[], float]
@@ -86,12 +86,16 @@ def roomy(free: Iterable[Route], request: Request, now: float) -> list[Route]:
     return [route for route in free if route.kv_left(now) >= request.context]
 
 
+def at_once(routes: list[Route], request: Request) -> list[Route]:
+    """For a short prompt those of them where no prompt is before it, if there are any."""
+    if request.context > SHORT:
+        return routes
+    return [route for route in routes if route.begins_at_once] or routes
+
+
 def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
-    """The less loaded of two with KV left. A short prompt goes where no prompt is before it, if
-    there is such an instance."""
-    left = with_kv(free, request, now)
-    if request.context <= SHORT:
-        left = [route for route in left if route.begins_at_once] or left
+    """The less loaded of two with KV left."""
+    left = at_once(with_kv(free, request, now), request)
     if len(left) < 2:
         return left[0] if left else None
     first = left.pop(_drawn(left, draw))
@@ -104,9 +108,7 @@ def _drawn(routes: Sequence[Route], draw: Draw) -> int:
 
 
 def _lighter(a: Route, b: Route, request: Request) -> Route:
-    if request.context <= SHORT and a.begins_at_once is not b.begins_at_once:
-        return a if a.begins_at_once else b
-    return a if a.load(request.work) <= b.load(request.work) else b
+    return min(at_once([a, b], request), key=lambda route: route.load(request.work))
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,8 +36,8 @@ class Hosted:
     bringing: asyncio.Task[None] | None = None
     """The task that brings the tokenizer to the engine."""
     first_block: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set once the engine has the first block, without which nothing can run. When the engine
-    closes the model, there is a new one, and who waits for the old one goes on."""
+    """Set once the engine has the first block, without which nothing can run. Also set, and
+    replaced, when the engine closes the model, so that nobody waits on."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property

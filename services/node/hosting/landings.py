@@ -125,8 +125,8 @@ class Landings:
     async def _attach(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:
         """The planner is told of blocks that the engine cannot run. The first one goes ahead, since
         requests wait for it."""
-        ahead = [block for block in blocks if block == 0]
-        for some in (ahead, [block for block in blocks if block != 0]):
+        first, others = [b for b in blocks if b == 0], [b for b in blocks if b != 0]
+        for some in filter(None, (first, others)):
             await self._attach_together(plan, hosted, some)
 
     async def _attach_together(self, plan: PlanId, hosted: Hosted, blocks: Sequence[int]) -> None:

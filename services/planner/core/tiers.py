@@ -38,8 +38,8 @@ def shares(
     """Deals each block to one of the suppliers that have it (`there`), in proportion to their
     rates, so that the last blocks of all suppliers come at about the same time: the largest first,
     each to whoever would be over soonest (Graham's LPT rule). Suppliers take turns: whoever
-    receives from several of them always has a block to receive from each. `busy_s`: so many
-    seconds pass before a supplier begins; a supplier that is not named begins at once."""
+    receives from several of them always has a block to receive from each. `busy_s` says
+    after how many seconds a supplier begins. A supplier that it does not name begins at once."""
     dealt: dict[Node, list[int]] = {node: [] for node in rates}
     over = {node: busy_s.get(node, 0.0) for node in rates}
     blocks = sorted(frozenset[int]().union(*there.values()))

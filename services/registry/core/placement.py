@@ -107,7 +107,8 @@ class Target:
     reason: str
     """Why this target was chosen, for people."""
     keeps_room: bool
-    """Whether a copy in its arena keeps the room, even if the reservation is lost."""
+    """Whether a copy in its arena keeps the room, even if the reservation is lost. Not of a node
+    that the event had already: that reservation may be all that keeps its room."""
 
     @classmethod
     def of(cls, candidate: Candidate, reason: str) -> Self:

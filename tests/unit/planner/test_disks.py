@@ -501,7 +501,7 @@ def beside(driver: Driver, reserve_s: float) -> EventMachine:
 
 
 def left(driver: Driver, event: EventMachine, seconds: float) -> Mapping[str, float]:
-    """What disks have left to read for the event after so many seconds."""
+    """What each disk is still to read for the event, once some seconds have passed."""
     driver.wait(seconds)
     driver.load(1, name="two", gateway="g2")  # without news the core has no other time
     read = event.read()

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from shared.messages.serving import Cancel
 from tests.support import adapters
 from tests.support.adapters import AdapterSpec
 from tests.unit.node.cluster import ALL, ARENA, WAIT_S, Nodes, nodes
-from tests.unit.node.gates import reading
+from tests.unit.node.gates import Gate, reading
 
 A = NodeId("a")
 CACHED = {Tier.CACHE: ALL, Tier.DISK: ALL}
@@ -64,6 +65,17 @@ async def waiting(up: Nodes, request: str = "r") -> "asyncio.Task[None]":
     return asking
 
 
+@asynccontextmanager
+async def waiting_for_the_disk(
+    up: Nodes, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[tuple[Gate, "asyncio.Task[None]"]]:
+    """A request that waits for a block, and the gate before the disk."""
+    with reading(monkeypatch) as gate:
+        await up.apply("a", promote=ALL)
+        await gate.wait()
+        yield gate, await waiting(up)
+
+
 async def right(up: Nodes) -> None:
     """The request's tokens are those of later ones."""
     await up.tokens.until(lambda: up.over("r"))
@@ -73,10 +85,7 @@ async def right(up: Nodes) -> None:
 
 @pytest.mark.usefixtures("long")
 async def test_it_waits_for_the_first_block(up: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    with reading(monkeypatch) as gate:
-        await up.apply("a", promote=ALL)
-        await gate.wait()
-        asking = await waiting(up)
+    async with waiting_for_the_disk(up, monkeypatch) as (_, asking):
         with pytest.raises(NotFound, match="does not hold blocks"):
             await up.submit("a", request="of another instance")
     await asking
@@ -126,10 +135,7 @@ async def test_it_does_not_wait_for_a_copy_that_leaves_the_host_cache(cached: No
 async def test_it_does_not_wait_for_a_model_that_is_given_back(
     up: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reading(monkeypatch) as gate:
-        await up.apply("a", promote=ALL)
-        await gate.wait()
-        asking = await waiting(up)
+    async with waiting_for_the_disk(up, monkeypatch) as (gate, asking):
         releasing = asyncio.create_task(up.release("a"))
         gate.open()
         with pytest.raises(NotFound, match="does not"):
@@ -141,10 +147,7 @@ async def test_it_does_not_wait_for_a_model_that_is_given_back(
 async def test_a_request_that_is_cancelled_meanwhile_does_not_begin(
     up: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with reading(monkeypatch) as gate:
-        await up.apply("a", promote=ALL)
-        await gate.wait()
-        asking = await waiting(up)
+    async with waiting_for_the_disk(up, monkeypatch) as (_, asking):
         cancel = Cancel(request=RequestId("r"), attempt=1)
         await up.bus.publish(subjects.node_cancel(A), cancel)
         await up.request(subjects.node_ping(A), Ping())
