@@ -14,7 +14,7 @@ before all others, for one turn, whatever the priorities. Few models at a time a
 A model that is short of room gets it from what is cheapest to miss, on as few devices as it needs:
 
 1. copies that sleep: they only save time when their model is asked for again. The cost of a copy is
-   that time, times the chance that it is asked for;
+   that time, times how often it is asked for;
 2. replicas that their model's load does not fill (they would go a little later anyhow), unless
    their model has a higher priority;
 3. replicas of models of lower priority, also while they load or drain;
@@ -85,7 +85,7 @@ class Claim:
     attained: float
     """Device seconds that it has had lately."""
     cost: float
-    """Seconds that missing a sleeping copy is expected to cost."""
+    """For how many seconds a minute requests are expected to wait if a sleeping copy is missing."""
     group: int = 1
     """The devices of one replica; `floor` and `wants` are multiples of it."""
     starved: bool = False
@@ -360,7 +360,7 @@ class _Offers:
             if not claim.on_disk and self._copies[claim.model] <= 1:
                 continue
             if node in claim.asleep:
-                why = f"sleeps; bringing it back is expected to cost {claim.cost:.2f} s"
+                why = f"sleeps; without it requests should wait {claim.cost:.2f} s a minute"
                 yield self._way(claim, node, Grade.ASLEEP, claim.cost, why)
             elif (replica := claim.replicas.get(node)) is not None:
                 yield from self._replica(claim, node, replica)

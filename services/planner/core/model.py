@@ -308,7 +308,8 @@ class ModelMachine:
                 case Joined(info, part, wakes):
                     if info.node not in self.fleet.members:
                         self.fleet.join(info, self.fleet.cause, part, wakes=wakes)
-                    self._rooms.chosen(self.record.model_id)
+                    if self._rooms.chosen(self.record.model_id, info.node):
+                        self._replicas.decide_soon()  # it may need no more
                 case Dropped(node):
                     self.standing.avoid(node, self._desk.at)
                     self._releases.free(node)
@@ -382,7 +383,7 @@ class ModelMachine:
             in_memory=self.scaling or together,
             on_disk=cluster.whole_on_disk(record),
             attained=self._replicas.usage.attained(self._desk.at),
-            cost=self._replicas.usage.chance(self._desk.at) * cluster.load_s(record),
+            cost=self._replicas.usage.uses_per_minute(self._desk.at) * cluster.load_s(record),
             group=devices,
             starved=self._replicas.usage.starved(self._desk.at),
         )

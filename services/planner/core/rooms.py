@@ -153,9 +153,12 @@ class Rooms:
         self._for_disks.pop(model, None)
 
     def wants_none(self, model: ModelId) -> None:
-        """The model has all replicas that it wants: others need not wait for it."""
+        """The model has all replicas that it wants: others need not wait for it, and may have the
+        room that it was promised."""
         if self._kept.pop(model, None) is not None:
             self._desk.disks_at = self._desk.at
+        for node in self._promised_to(model):
+            self._give_up(node)
 
     def leave(self, model: ModelId) -> None:
         """The model no longer waits for disks, and none are kept for it: its load begins."""
@@ -194,11 +197,22 @@ class Rooms:
             until = self._desk.at + PROMISE_S
             self._promises[node] = _Promise(claimant.model, until, claimant.priority, made)
 
-    def chosen(self, model: ModelId) -> None:
-        """The model's event has its nodes: what else was free is no longer promised."""
-        for node, promise in list(self._promises.items()):
-            if promise.model == model and not promise.made:
-                del self._promises[node]
+    def chosen(self, model: ModelId, target: NodeId) -> bool:
+        """The model's event has this target: the rest of the node's memory may be others', and so
+        may what else was free. Returns whether room is still being made for the model."""
+        for node in self._promised_to(model):
+            if node == target or not self._promises[node].made:
+                self._give_up(node)
+        return bool(self._promised_to(model))
+
+    def _promised_to(self, model: ModelId) -> list[NodeId]:
+        return [node for node, promise in self._promises.items() if promise.model == model]
+
+    def _give_up(self, node: NodeId) -> None:
+        """The room on the node is no longer promised."""
+        del self._promises[node]
+        if self.waiting:
+            self._desk.room_freed = True
 
     def validate(self) -> None:
         """Raises AssertionError if something was not told to give way, or a promise lasts longer

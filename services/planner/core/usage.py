@@ -1,4 +1,4 @@
-"""How much device time one model has had lately, and how many requests came for it."""
+"""How much device time one model has had lately, and how often it was used."""
 
 from math import exp
 
@@ -6,8 +6,10 @@ from services.planner.core.arbiter import TURN_S
 
 ATTAINED_S = 60.0
 """How far back device time counts when models take turns."""
-ASKED_S = 600.0
-"""How far back demand counts when a sleeping copy is to give way."""
+USED_S = 600.0
+"""How far back uses count when a sleeping copy is to give way."""
+ONE_USE_S = 10.0
+"""Requests that keep coming count as another use so often."""
 PATIENCE_S = 30.0
 """A model whose requests have waited for so long without any replica is starved. Requests are
 refused after longer than that (`gateway.queue_timeout_s`)."""
@@ -22,7 +24,8 @@ class Usage:
         self._replicas = 0
         self._asked = False
         self._attained = 0.0
-        self._share_asked = 0.0
+        self._serves = False
+        self._uses = 0.0
         self._hungry_at: float | None = None
         """Since when there are requests and no complete replica."""
         self._fed_at: float | None = None
@@ -32,19 +35,25 @@ class Usage:
         """From now on the model has this many replicas. `asked`: whether it has any requests.
         `serves`: whether a replica is complete."""
         self._eat(now, asked=asked, serves=serves)
-        self._attained, self._share_asked = self.attained(now), self.chance(now)
-        self._at, self._replicas, self._asked = now, replicas, asked
+        begins = asked and not self._asked
+        self._attained, self._uses = self.attained(now), self._used(now) + begins
+        self._at, self._replicas = now, replicas
+        self._asked, self._serves = asked, serves
 
     def attained(self, now: float) -> float:
         """Replica seconds."""
         kept = self._kept(now, ATTAINED_S)
         return self._attained * kept + self._replicas * ATTAINED_S * (1.0 - kept)
 
-    def chance(self, now: float) -> float:
-        """The share of the time in which there were requests: about the chance that there will
-        be."""
-        kept = self._kept(now, ASKED_S)
-        return self._share_asked * kept + self._asked * (1.0 - kept)
+    def uses_per_minute(self, now: float) -> float:
+        """How often a use begins: requests come while there are none. The time for which they wait
+        does not count, or a model that came late once would be thought to be asked for more."""
+        return self._used(now) * 60.0 / USED_S
+
+    def _used(self, now: float) -> float:
+        kept = self._kept(now, USED_S)
+        on = USED_S / ONE_USE_S if self._asked and self._serves else 0.0
+        return self._uses * kept + on * (1.0 - kept)
 
     def starved(self, now: float) -> bool:
         """Whether requests have waited for long without any replica, or the replica that came then

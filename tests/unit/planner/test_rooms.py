@@ -84,7 +84,7 @@ def test_what_gave_way_says_for_whom_and_why() -> None:
     driver.load(1, name="three")
     ((gone, _),) = released(driver)
     told = [transition.text for transition in driver.core.story(gone)]
-    assert any("makes room for three: sleeps; bringing it back" in text for text in told)
+    assert any("makes room for three: sleeps; without it" in text for text in told)
 
 
 def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
@@ -98,6 +98,47 @@ def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
     stays = "two" if release.message.model_id == id_of("one") else "one"
     holds(driver, copy(stays, Tier.HOST), free=600, disk=DISK)
     assert [r.message.model_id for r in driver.all_asked(commands.Reserve)] == [id_of("three")]
+
+
+def loads(driver: Driver, node: str) -> None:
+    """The open event gets the node for its target, and loads from a's disk."""
+    driver.answer(driver.asked(commands.Reserve), Reserved(targets=(info(node),)))
+    disk = Source(info("a"), Tier.DISK, EVERY, True)
+    driver.answer(driver.asked(commands.FindSources), Sources(sources=(disk,)))
+    driver.think()
+    driver.answer(driver.asked(commands.SendPlan), Ok())
+
+
+def test_the_rest_of_a_nodes_memory_is_others_once_a_model_has_its_place_there() -> None:
+    driver = sleeping()
+    driver.publish(model("four"))
+    driver.load(1, name="three")
+    ((gone, _),) = released(driver)
+    driver.answer(driver.asked(commands.Release), Ok())
+    stays = "two" if gone == id_of("one") else "one"
+    disk = (*DISK, "four")
+    holds(driver, copy(stays, Tier.HOST), free=600, disk=disk)
+    loads(driver, "a")
+    holds(driver, copy(stays, Tier.HOST), copy("three", Tier.GPU), disk=disk)
+    driver.wait(0.1)
+    assert driver.replicas("three") == {"a"}
+    driver.load(1, name="four", gateway="gateway-1")
+    assert released(driver) == [(id_of(stays), None)]
+
+
+def test_room_that_is_made_for_a_model_is_others_once_it_needs_no_more() -> None:
+    driver = sleeping()
+    driver.publish(model("four"))
+    driver.load(1, name="three")
+    ((gone, _),) = released(driver)
+    driver.join("b")
+    driver.status("b", free=500)  # it is free before the room is made
+    loads(driver, "b")
+    driver.load(1, name="four", gateway="gateway-1")
+    driver.answer(driver.asked(commands.Release), Ok())
+    stays = "two" if gone == id_of("one") else "one"
+    holds(driver, copy(stays, Tier.HOST), free=600, disk=(*DISK, "four"))
+    assert [r.message.model_id for r in driver.all_asked(commands.Reserve)] == [id_of("four")]
 
 
 def test_memory_that_a_load_took_is_free_for_nobody_before_its_node_says_so() -> None:
