@@ -54,5 +54,6 @@ def test_requests_that_keep_coming_count_as_a_use_now_and_then() -> None:
 
 def test_what_is_long_past_counts_less_and_less() -> None:
     once = used((0.0, 0.1, 0.5))
-    assert once.uses_per_minute(USED_S) == pytest.approx(once.uses_per_minute(0.5) / math.e, rel=0.01)
+    later = once.uses_per_minute(USED_S)
+    assert later == pytest.approx(once.uses_per_minute(0.0) / math.e, rel=0.01)
     assert Usage().uses_per_minute(0.0) == 0.0
