@@ -5,7 +5,9 @@ included, per unit of capacity. Two random choices are enough to balance it (Mit
 of two choices in randomized load balancing, section 3). Where speeds are mixed, candidates are
 drawn in proportion to their capacity. An instance without a free slot is no candidate. A request
 for which there is no candidate stays in the gateway's queue, where the planner sees it, and a new
-instance gets it the moment it appears.
+instance gets it the moment it appears. A node computes one prompt after the other, so candidates
+where no prompt is before this one come first: most of the wait for a first token is spent behind
+other prompts, and outstanding tokens do not tell prompts from what is still to be generated.
 
 Nodes say with each token how much KV is free there. Outstanding tokens do not show that: a request
 with a long prompt has few of them once that is prefilled, and keeps its KV until its last token. So
@@ -28,9 +30,6 @@ from shared.messages.instances import InstanceState
 
 FEW = 8
 """All of so few instances with room are looked at."""
-SHORT = 512
-"""A prompt of at most so many tokens takes hardly longer to prefill than the weights take to read.
-Nearly all of its time to the first token is spent behind other prompts."""
 PROBES = 16
 """Of more, this many are drawn before all are looked at."""
 Draw = Callable[[], float]
@@ -86,16 +85,14 @@ def roomy(free: Iterable[Route], request: Request, now: float) -> list[Route]:
     return [route for route in free if route.kv_left(now) >= request.context]
 
 
-def at_once(routes: list[Route], request: Request) -> list[Route]:
-    """For a short prompt those of them where no prompt is before it, if there are any."""
-    if request.context > SHORT:
-        return routes
+def at_once(routes: list[Route]) -> list[Route]:
+    """Those of them where no prompt would be before another, if there are any."""
     return [route for route in routes if route.begins_at_once] or routes
 
 
 def _two(free: Sequence[Route], request: Request, now: float, draw: Draw) -> Route | None:
     """The less loaded of two with KV left."""
-    left = at_once(with_kv(free, request, now), request)
+    left = at_once(with_kv(free, request, now))
     if len(left) < 2:
         return left[0] if left else None
     first = left.pop(_drawn(left, draw))
@@ -108,7 +105,7 @@ def _drawn(routes: Sequence[Route], draw: Draw) -> int:
 
 
 def _lighter(a: Route, b: Route, request: Request) -> Route:
-    return min(at_once([a, b], request), key=lambda route: route.load(request.work))
+    return min(at_once([a, b]), key=lambda route: route.load(request.work))
 
 
 @dataclass(frozen=True, slots=True)
