@@ -33,7 +33,7 @@ PAST = 3
 MOST_UNHEARD = 16
 """The most tokens that a node is taken to have sent in vain."""
 FAST_S = 0.02
-"""An instance whose pace was not measured is assumed to give a token every so many seconds."""
+"""The assumed time between two tokens, in seconds, of an instance that was not measured yet."""
 _NOTHING = 1e-6
 """Sums of weights are no less than this, but for what rounding leaves of them."""
 

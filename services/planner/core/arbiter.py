@@ -360,7 +360,7 @@ class _Offers:
             if not claim.on_disk and self._copies[claim.model] <= 1:
                 continue
             if node in claim.asleep:
-                why = f"sleeps; without it requests should wait {claim.cost:.2f} s a minute"
+                why = f"sleeps; its loss is expected to cost {claim.cost:.2f} s a minute"
                 yield self._way(claim, node, Grade.ASLEEP, claim.cost, why)
             elif (replica := claim.replicas.get(node)) is not None:
                 yield from self._replica(claim, node, replica)

@@ -25,8 +25,8 @@ from shared.messages.pool import NodeInfo
 BUSY = 0.75
 """A disk is busy if it is read for this share of the time."""
 EARLY_S = 0.05
-"""The next load begins so many seconds before its disk is free. About as long passes until it
-reads: memory is freed for it, and nodes are given their orders."""
+"""How long before its disk is free the next load begins, in seconds. The time is needed to free
+memory for the load, and to give nodes their orders."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ ATTAINED_S = 60.0
 USED_S = 600.0
 """How far back uses count when a sleeping copy is to give way."""
 ONE_USE_S = 10.0
-"""Requests that keep coming count as another use so often."""
+"""So many seconds of steady requests count as another use."""
 PATIENCE_S = 30.0
 """A model whose requests have waited for so long without any replica is starved. Requests are
 refused after longer than that (`gateway.queue_timeout_s`)."""

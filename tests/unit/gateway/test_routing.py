@@ -93,13 +93,15 @@ def test_a_node_takes_its_paths_along_until_the_set_says_otherwise() -> None:
 
 
 @pytest.mark.parametrize("instances", [3, 2 * FEW])
-def test_a_prompt_goes_where_no_prompt_is_before_it(instances: int) -> None:
+@pytest.mark.parametrize("tokens", [1, 5000])
+def test_a_prompt_goes_where_no_prompt_is_before_it(instances: int, tokens: int) -> None:
     """The others have fewer tokens, all of them of prompts."""
     table = table_of(*((replica(i), 1000 if i == 0 else 10, 1) for i in range(instances)))
     for number in range(1, instances):
         table.routes[replica(number).id].prefill(10)
+    wanted = Request(RequestId("r"), ModelId("m"), (1,) * tokens, 10, (), Sampling(), 0.0)
     draws = Random(0).random
-    chosen = [choose(table, request("new"), 0.0, draws) for _ in range(50 * instances)]
+    chosen = [choose(table, wanted, 0.0, draws) for _ in range(50 * instances)]
     share = sum(c is table.routes[replica(0).id] for c in chosen) / len(chosen)
     # Of many instances only two are looked at, one of which has to be that.
     assert share >= (1 if instances <= FEW else 1 / instances)

@@ -55,7 +55,7 @@ def test_a_copy_that_gives_way_says_to_whom_and_what_it_costs() -> None:
     gone = about(driver, "one") or about(driver, "two")
     ((verdict, why),) = gone
     assert verdict is Verdict.GIVES_WAY
-    assert why.startswith("makes room for three: sleeps; without it requests should wait ")
+    assert why.startswith("makes room for three: sleeps; its loss is expected to cost ")
 
 
 def test_a_model_that_waits_for_memory_says_so_once() -> None:

@@ -6,6 +6,7 @@ from services.planner.core import commands
 from services.planner.core.arbiter import TURN_S
 from services.planner.core.rooms import PROMISE_S
 from services.planner.core.usage import PATIENCE_S
+from shared.errors import CapacityExceeded
 from shared.ids import ModelId, NodeId
 from shared.messages import Ok
 from shared.messages.pool import Holding, ModelRecord, Reserved, Source, Sources, Tier
@@ -84,7 +85,7 @@ def test_what_gave_way_says_for_whom_and_why() -> None:
     driver.load(1, name="three")
     ((gone, _),) = released(driver)
     told = [transition.text for transition in driver.core.story(gone)]
-    assert any("makes room for three: sleeps; without it" in text for text in told)
+    assert any("three: sleeps; its loss is expected to cost" in text for text in told)
 
 
 def test_room_that_was_made_for_a_model_is_not_given_to_another() -> None:
@@ -139,6 +140,23 @@ def test_room_that_is_made_for_a_model_is_others_once_it_needs_no_more() -> None
     stays = "two" if gone == id_of("one") else "one"
     holds(driver, copy(stays, Tier.HOST), free=600, disk=(*DISK, "four"))
     assert [r.message.model_id for r in driver.all_asked(commands.Reserve)] == [id_of("four")]
+
+
+def test_room_that_a_model_no_longer_wants_goes_to_one_that_waits() -> None:
+    driver = sleeping()
+    driver.publish(model("four"))
+    driver.load(1, name="three")
+    ((gone, _),) = released(driver)
+    driver.load(1, name="four", gateway="gateway-1")
+    driver.answer(driver.asked(commands.Release), Ok())
+    stays = "two" if gone == id_of("one") else "one"
+    holds(driver, copy(stays, Tier.HOST), free=600, disk=(*DISK, "four"))
+    refused = driver.asked(commands.Reserve)
+    assert refused.message.model_id == id_of("three")
+    driver.answer(refused, CapacityExceeded("no room"))
+    driver.load(0, name="three")
+    driver.wait(0.1)
+    assert driver.asked(commands.Reserve).message.model_id == id_of("four")
 
 
 def test_memory_that_a_load_took_is_free_for_nobody_before_its_node_says_so() -> None:
