@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from services.node.checkpoints.reading import Outcome, Unreadable, Wanted
 from services.node.checkpoints.store import Imported
+from services.node.hosting.small_files import SmallFiles
 from services.node.parts import AnyDraft, AnyStore
 from shared import subjects
 from shared.bus.base import Bus
@@ -46,6 +47,7 @@ class Library:
         self._manifests: dict[ModelId, Manifest] = {}
         self._files: dict[ModelId, Mapping[str, str]] = {}
         """Names in the asset store of the small files of their checkpoints."""
+        self._small = SmallFiles()
         self._disk: dict[ModelId, frozenset[int]] = {}
         """Blocks on the disk that are not known to be damaged."""
         self._listed: tuple[Holding, ...] | None = None
@@ -98,8 +100,13 @@ class Library:
             raise NotFound(f"model {model} is not published")
         if name not in self._files[model]:
             return None
-        objects = await self._bus.objects()
-        return await objects.get(self._files[model][name])
+        asset = self._files[model][name]
+        data = self._small.get(asset)
+        if data is None:
+            objects = await self._bus.objects()
+            data = await objects.get(asset)
+            self._small.put(asset, data)
+        return data
 
     async def _ask_for(self, model: ModelId) -> None:
         for record in (await self._published()).records:
@@ -247,11 +254,14 @@ class Library:
 
     async def _upload(self, message: ImportModel, imported: Imported) -> ModelRecord:
         objects = await self._bus.objects()
+        files = {name: await objects.put(data) for name, data in imported.files.items()}
+        for name, asset in files.items():
+            self._small.put(asset, imported.files[name])
         return ModelRecord(
             name=message.name,
             model_id=imported.model_id,
             manifest=await objects.put(encode_manifest(imported.manifest)),
-            files={name: await objects.put(data) for name, data in imported.files.items()},
+            files=files,
             nbytes=imported.nbytes,
             n_blocks=imported.manifest.n_blocks,
             block_bytes=tuple(block.nbytes for block in imported.manifest.blocks),

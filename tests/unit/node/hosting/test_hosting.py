@@ -20,6 +20,7 @@ from services.node.hosting.landings import Landings
 from services.node.hosting.library import Library
 from services.node.moving.events import Arrival, PullFailure
 from shared import subjects, telemetry
+from shared.bus.memory import MemoryObjectStore
 from shared.clock import wall_ns
 from shared.config import TelemetryConfig
 from shared.errors import (
@@ -353,6 +354,32 @@ async def test_a_tokenizer_comes_again_when_the_model_wakes(
         await up.release("a", keep=Tier.HOST)
         await up.apply("a")
         assert await tokenizers.given.get() == b"tokenizer.json"
+
+
+async def test_a_tokenizer_is_fetched_once(
+    tmp_path: Path, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not fetched again when the model wakes, nor where the model was imported."""
+    fetched, given = list[str](), asyncio.Queue[bytes]()
+    get = MemoryObjectStore.get
+
+    async def watched(store: MemoryObjectStore, name: str) -> bytes:
+        fetched.append(name)
+        return await get(store, name)
+
+    monkeypatch.setattr(MemoryObjectStore, "get", watched)
+    monkeypatch.setattr(Worker, "use_tokenizer", lambda _, __, data: given.put_nowait(data))
+    async with asyncio.timeout(WAIT_S), nodes(tmp_path, checkpoint, "a", "b") as up:
+        tokenizer = up.record.files["tokenizer.json"]
+        await up.promoted("a")
+        assert await given.get() == (checkpoint / "tokenizer.json").read_bytes()
+        assert tokenizer not in fetched
+        for event in ("comes", "wakes"):
+            await up.apply("b", FROM_A, event=event)
+            await up.until_arrived("b", ALL, event=event)
+            assert await given.get() == (checkpoint / "tokenizer.json").read_bytes()
+            await up.release("b", keep=Tier.HOST)
+        assert fetched.count(tokenizer) == 1
 
 
 async def test_an_image_classifier_has_none(tmp_path: Path, tokenizers: Tokenizers) -> None:
