@@ -125,6 +125,16 @@ async def test_the_engine_gets_blocks_that_are_on_the_device(node: Node) -> None
     assert await node.generate() == continuation((3, 1, 4, 1, 5), 8, BLOCKS)
 
 
+async def test_a_model_that_wakes_where_it_slept_is_not_copied_again(node: Node) -> None:
+    await node.load()
+    await node.worker.close_model(MODEL, asleep=True)
+    node.engine.given.clear()
+    await node.load()
+    assert node.link.copies.done == [NBYTES] * BLOCKS
+    assert node.engine.given == {(MODEL, i): bytes([i]) * NBYTES for i in range(BLOCKS)}
+    assert await node.generate() == continuation((3, 1, 4, 1, 5), 8, BLOCKS)
+
+
 async def test_others_run_while_a_block_is_on_its_way(node: Node) -> None:
     await node.load()
     upload = await node.begin_upload()
