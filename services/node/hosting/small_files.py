@@ -1,7 +1,7 @@
 """The small files of checkpoints that this node read or fetched lately, such as tokenizers.
 
-A model needs its tokenizer each time it wakes. To fetch it from the asset store takes the node and
-the NATS server processor time, just while the first prompt is computed.
+A model needs its tokenizer each time it wakes. A fetch from the asset store would take processor
+time of the node and of the NATS server, just while the first prompt is computed.
 """
 
 from collections import OrderedDict
@@ -11,8 +11,8 @@ MOST_BYTES = 256 << 20
 
 
 class SmallFiles:
-    """By their names in the asset store, which are digests. Those that were used least lately go
-    when all together are larger than `most`, in bytes."""
+    """Keeps `most` bytes of files. Those that were used least lately make room for others. A file
+    has its name in the asset store, which is a digest of its bytes."""
 
     def __init__(self, most: int = MOST_BYTES) -> None:
         self._most = most
@@ -25,7 +25,7 @@ class SmallFiles:
         return self._files.get(name)
 
     def put(self, name: str, data: bytes) -> None:
-        """A file that is larger than all that is kept is not kept."""
+        """Keeps the file, unless it alone is larger than `most`."""
         if name in self._files or len(data) > self._most:
             return
         self._files[name] = data
