@@ -71,6 +71,8 @@ def pools(draw: st.DrawFn, alike: bool = False) -> tuple[list[Claim], list[Devic
             on_disk=frozenset(draw(st.lists(st.sampled_from(nodes), max_size=2))),
             attained=draw(st.sampled_from((0.0, 1.0, 2.0))),
             cost=draw(st.sampled_from((0.0, 0.5, 1.0))),
+            cost_beside=draw(st.sampled_from((0.0, 0.25))),
+            cached=draw(st.booleans()),
             group=group,
             starved=not alike and draw(st.booleans()),
         )
@@ -129,9 +131,8 @@ def test_room_that_is_made_is_room_and_nothing_goes_that_should_stay(
                 assert claimant.asked
     for model, count_gone in gone.items():
         claim = by_model[model]
-        assert claim.on_disk or len(claim.replicas) + len(claim.asleep) > count_gone, (
-            "the last copy"
-        )
+        left = len(claim.replicas) + len(claim.asleep) - count_gone
+        assert claim.on_disk or left >= claim.group, "the last copy"
     assert not set(room.free) & set(room.made)
     assert len(room.free) + len(room.made) <= count
     there = len(room.free) + len(room.made) + room.busy
@@ -218,6 +219,8 @@ def claim(name: str, *serving: str, wants: int = 1, since: float = 0.0, **more: 
         on_disk=frozenset({NodeId("n")}),
         attained=more.get("attained", 0.0),
         cost=0.0,
+        cost_beside=0.0,
+        cached=False,
     )
 
 
@@ -311,3 +314,45 @@ def test_a_device_that_is_empty_comes_before_any_that_is_not() -> None:
     devices = [Device(NodeId("n"), 10, 4), Device(NodeId("o"), 10, 10)]
     low, high = claim("low", "n"), claim("high", priority=1)
     assert make_room(high, [1], [low, high], devices, NOW) == Room(free=(NodeId("o"),))
+
+
+def asleep(name: str, *nodes: str, cost: float, cost_beside: float) -> Claim:
+    """A model that sleeps on these nodes, and is used so often."""
+    where = frozenset(map(NodeId, nodes))
+    return replace(
+        claim(name, wants=0), asleep=where, space=where, cost=cost, cost_beside=cost_beside
+    )
+
+
+def givers(needs: list[int], *claims: Claim, asks: Claim) -> list[tuple[str, float]]:
+    """What gives way, and what its going is thought to cost, the cheapest first."""
+    nodes = sorted({node for c in claims for node in c.asleep})
+    room = make_room(asks, needs, [*claims, asks], [Device(n, 10, 4) for n in nodes], NOW)
+    return sorted((way.model, way.cost) for ways in room.made.values() for way in ways)
+
+
+def test_a_copy_beside_others_goes_before_the_last_one_of_a_model_that_is_used_less() -> None:
+    often = asleep("often", "n", "o", cost=9.0, cost_beside=1.0)
+    seldom = asleep("seldom", "p", cost=2.0, cost_beside=0.2)
+    asks = claim("asks", wants=2)
+    assert givers([1], often, seldom, asks=asks) == [("often", 1.0)]
+    both = [("often", 1.0), ("seldom", 2.0)]
+    assert givers([1, 1], often, seldom, asks=asks) == both, "then often has only one left"
+
+
+def test_a_copy_in_a_host_cache_or_a_replica_is_another_copy_too() -> None:
+    often = asleep("often", "n", cost=9.0, cost_beside=1.0)
+    seldom = asleep("seldom", "p", cost=2.0, cost_beside=0.2)
+    assert givers([1], often, seldom, asks=claim("asks")) == [("seldom", 2.0)]
+    cached = replace(often, cached=True)
+    assert givers([1], cached, seldom, asks=claim("asks")) == [("often", 1.0)]
+    serves = replace(often, wants=1, replicas={NodeId("x"): Replica(1, NOW)})
+    assert givers([1], serves, seldom, asks=claim("asks")) == [("often", 1.0)]
+
+
+def test_the_devices_of_one_group_hold_one_copy() -> None:
+    often = replace(asleep("often", "n", "o", cost=9.0, cost_beside=1.0), group=2)
+    seldom = asleep("seldom", "p", cost=2.0, cost_beside=0.2)
+    assert givers([1], often, seldom, asks=claim("asks")) == [("seldom", 2.0)]
+    unsaved = replace(often, on_disk=frozenset())
+    assert not givers([1], unsaved, asks=claim("asks")), "without one of them the other is useless"

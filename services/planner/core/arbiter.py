@@ -14,7 +14,8 @@ before all others, for one turn, whatever the priorities. Few models at a time a
 A model that is short of room gets it from what is cheapest to miss, on as few devices as it needs:
 
 1. copies that sleep: they only save time when their model is asked for again. The cost of a copy is
-   that time, times how often it is asked for;
+   that time, times how often it is asked for. The last copy in memory saves a read from disk, any
+   other only a copy over a link;
 2. replicas that their model's load does not fill (they would go a little later anyhow), unless
    their model has a higher priority;
 3. replicas of models of lower priority, also while they load or drain;
@@ -85,7 +86,12 @@ class Claim:
     attained: float
     """Device seconds that it has had lately."""
     cost: float
-    """For how many seconds a minute requests are expected to wait if a sleeping copy is missing."""
+    """For how many seconds a minute requests are expected to wait if a sleeping copy is missing and
+    there is no other in memory."""
+    cost_beside: float
+    """The same while there is another."""
+    cached: bool
+    """Whether a host cache has all of it."""
     group: int = 1
     """The devices of one replica; `floor` and `wants` are multiples of it."""
     starved: bool = False
@@ -357,11 +363,13 @@ class _Offers:
 
     def _ways(self, node: NodeId) -> Iterator[GiveWay]:
         for claim in self._claims.values():
-            if not claim.on_disk and self._copies[claim.model] <= 1:
+            last = self._copies[claim.model] <= claim.group
+            if last and not claim.on_disk:
                 continue
             if node in claim.asleep:
-                why = f"sleeps; its loss is expected to cost {claim.cost:.2f} s a minute"
-                yield self._way(claim, node, Grade.ASLEEP, claim.cost, why)
+                cost = claim.cost if last and not claim.cached else claim.cost_beside
+                why = f"sleeps; its loss is expected to cost {cost:.2f} s a minute"
+                yield self._way(claim, node, Grade.ASLEEP, cost, why)
             elif (replica := claim.replicas.get(node)) is not None:
                 yield from self._replica(claim, node, replica)
 

@@ -418,6 +418,12 @@ class Cluster:
                 return model.nbytes / rate
         return model.nbytes / self._disk_bytes_per_s
 
+    def copy_s(self, model: ModelRecord, usual: int) -> float:
+        """About how many seconds it takes to bring a copy of the model back while another is in
+        memory. `usual`: bytes/s of a link that no node states or has measured; 0: not known."""
+        rate = self.fastest_sender(model.model_id) or usual
+        return min(self.load_s(model), model.nbytes / rate if rate else inf)
+
     def _known_disks(self) -> list[tuple[float, NodeId]]:
         rates = ((self.profile(node).load_bytes_per_s, node) for node in self.nodes)
         return sorted(((rate, node) for rate, node in rates if 0 < rate < inf), reverse=True)

@@ -357,6 +357,8 @@ class ModelMachine:
         in_memory = cluster.holders(id_, MEMORY).values()
         together = frozenset[int]().union(*in_memory) >= set(range(record.n_blocks))
         requests = self.fleet.requests_by_node()
+        in_caches = cluster.holders(id_, [Tier.CACHE])
+        uses = self._replicas.usage.uses_per_minute(self._desk.at)
         return Claim(
             model=id_,
             name=record.name,
@@ -383,7 +385,9 @@ class ModelMachine:
             in_memory=self.scaling or together,
             on_disk=cluster.whole_on_disk(record),
             attained=self._replicas.usage.attained(self._desk.at),
-            cost=self._replicas.usage.uses_per_minute(self._desk.at) * cluster.load_s(record),
+            cost=uses * cluster.load_s(record),
+            cost_beside=uses * cluster.copy_s(record, self._desk.settings.link_bytes_per_s),
+            cached=any(len(held) == record.n_blocks for held in in_caches.values()),
             group=devices,
             starved=self._replicas.usage.starved(self._desk.at),
         )

@@ -6,7 +6,7 @@ model back, times the chance that it is asked for. A copy gives way for a model 
 the last copy in memory of such a model.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from math import exp, inf
 
 from services.registry.core.catalog import Catalog
@@ -95,6 +95,12 @@ class HostCopies(KeptCopies):
                 return self._chances.get(record.model_id, 0.0) / (rate or LOAD_BYTES_PER_S)
         return inf  # it could not be brought back
 
+    def worth_beside(self, record: ModelRecord, others: Iterable[NodeInfo]) -> float:
+        """The same for a copy while others are in memory: it comes back over a link."""
+        rate = max((info.link_bytes_per_s for info in others), default=0)
+        over_link = self._chances.get(record.model_id, 0.0) / rate if rate else inf
+        return min(self.worth(record), over_link)
+
     def _load_rates(self) -> Iterator[tuple[float, NodeInfo]]:
         for info in self._leases.present:
             if (status := self._holdings.of(info)) is not None:
@@ -147,9 +153,11 @@ class HostCopies(KeptCopies):
             record = self._catalog.get(model)
             if record is None or len(tiers.get(Tier.CACHE, ())) < record.n_blocks:
                 continue
-            others = {machine_of(i) for i in self._staying(record) if i.node != info.node}
-            last = model in self._kept and len(others) < self.wanted(record)
-            found.append(Resident(model, record.name, self.size(record), self.worth(record), last))
+            others = [i for i in self._staying(record) if i.node != info.node]
+            machines = set(map(machine_of, others))
+            last = model in self._kept and len(machines) < self.wanted(record)
+            worth = self.worth_beside(record, others)
+            found.append(Resident(model, record.name, self.size(record), worth, last))
         return found
 
     def _asked_for(self, record: ModelRecord) -> int:

@@ -226,6 +226,19 @@ def test_a_model_comes_back_from_the_fastest_disk_that_has_it() -> None:
     assert found.load_s(model) == model.nbytes / 5.0
 
 
+def test_a_copy_beside_another_comes_back_over_the_fastest_link_or_from_a_faster_disk() -> None:
+    found, model = cluster(), record()
+    disk_s = model.nbytes / DISK_BYTES_PER_S
+    assert found.copy_s(model, usual=0) == disk_s, "nobody sends, and no rate is known"
+    assert found.copy_s(model, usual=2 * DISK_BYTES_PER_S) == disk_s / 2
+    fast = 4 * DISK_BYTES_PER_S
+    found.on_joined(msgspec.structs.replace(info("b"), link_bytes_per_s=fast))
+    found.on_status(status("b", holding(Tier.CACHE, 0)), now=0.0)
+    assert found.copy_s(model, usual=2 * DISK_BYTES_PER_S) == disk_s / 4
+    found.on_joined(msgspec.structs.replace(info("b"), link_bytes_per_s=1))
+    assert found.copy_s(model, usual=0) == disk_s, "the link is slower than the disk"
+
+
 def test_only_a_node_that_leaves_has_a_time_by_which_it_ends() -> None:
     found = Cluster()
     found.on_joined(msgspec.structs.replace(info("a"), leave_by_ns=-1))

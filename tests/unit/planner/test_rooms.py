@@ -71,6 +71,37 @@ def test_the_copy_goes_whose_model_is_asked_for_least() -> None:
     assert released(driver) == [(id_of("two"), None)]
 
 
+def used_more_than_two(driver: Driver) -> None:
+    """Model one is used three times, and two once. Links are much faster than disks here."""
+    for name in ("one", "one", "two", "one"):
+        driver.load(0, name=name, a=1)
+        driver.wait(1.0)
+        driver.load(0, name=name)
+
+
+SLOW_DISK = 100.0
+
+
+def test_a_copy_goes_that_is_in_memory_elsewhere_too() -> None:
+    driver = sleeping()
+    driver.join("b")
+    there = copy("one", Tier.HOST), copy("two", Tier.HOST), *(copy(n, Tier.DISK) for n in DISK)
+    driver.status("a", *there, free=200, load_bytes_per_s=SLOW_DISK)
+    driver.status("b", copy("one", Tier.HOST), free=0)
+    used_more_than_two(driver)
+    driver.load(1, name="three")
+    assert released(driver) == [(id_of("one"), None)]
+
+
+def test_a_copy_goes_that_a_host_cache_has_too() -> None:
+    driver = sleeping()
+    there = copy("one", Tier.HOST), copy("two", Tier.HOST), *(copy(n, Tier.DISK) for n in DISK)
+    driver.status("a", *there, copy("one", Tier.CACHE), free=200, load_bytes_per_s=SLOW_DISK)
+    used_more_than_two(driver)
+    driver.load(1, name="three")
+    assert [model for model, _ in released(driver)] == [id_of("one")]
+
+
 def test_a_copy_that_is_on_no_disk_stays() -> None:
     driver = pool(*(model(name) for name in DISK), disk=False)
     holds(driver, copy("one", Tier.HOST), copy("two", Tier.HOST), disk=("three",))

@@ -192,6 +192,26 @@ def test_a_copy_that_sleeps_in_an_arena_gets_room_in_its_nodes_cache() -> None:
     assert up.tick() == ([], [(OTHER, "a")]), "the other has a second copy"
 
 
+def test_a_copy_beside_another_goes_before_the_only_one_of_a_model_that_is_used_less() -> None:
+    """Node c's arena has a copy of the other model, and a fast link."""
+    up = Nodes("a", "b", room=SIZE)
+    up.join("c", room=0)
+    up.infos["c"] = msgspec.structs.replace(up.infos["c"], link_bytes_per_s=10**11)
+    third = ModelId("th1rd")
+    for model, name in ((MODEL, "llama"), (OTHER, "other"), (third, "third")):
+        up.publish(model, name)
+        up.holds("c", Tier.DISK, model)
+    up.holds("a", Tier.CACHE, third)
+    up.holds("b", Tier.CACHE, OTHER)
+    for model, seconds in ((third, 10), (OTHER, 20), (MODEL, 60)):
+        up.holds("c", Tier.GPU, model)
+        up.tick(seconds)
+        up.lacks("c", Tier.GPU, model)
+        if model is OTHER:
+            up.holds("c", Tier.HOST, OTHER)
+    assert up.tick() == ([], [(OTHER, "b")])
+
+
 def test_the_only_copy_of_a_model_that_no_disk_has_stays() -> None:
     up = Nodes("a", room=SIZE)
     up.publish()
