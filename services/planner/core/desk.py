@@ -1,7 +1,7 @@
 """What the state machines of one planner share while they handle a stimulus."""
 
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
@@ -9,6 +9,7 @@ from services.planner.core.archive import Archive, fitting
 from services.planner.core.chronicle import Chronicle
 from services.planner.core.cluster import Cluster
 from services.planner.core.commands import Attribute, Command, Log, Publish, Span
+from services.planner.core.disks import Read
 from services.planner.core.scaling import Decide, decide
 from services.planner.core.serving.loading import ServingStrategy
 from services.planner.core.tickets import Moment, Ticket
@@ -71,6 +72,8 @@ class Desk:
         self.now = Moment(0.0, 0)
         self.cause = ""
         self.out: list[Command] = []
+        self.reads: Callable[[ModelId], Sequence[Read]] = lambda _: ()
+        """What running events of other models than this one read from disks."""
         self.room_freed = False
         """Whether nodes that could not be had may be had now."""
         self.disks_at = inf

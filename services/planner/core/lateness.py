@@ -2,7 +2,8 @@
 
 A transfer is due as soon as its sender has the block and both nodes are done with their earlier
 transfers. From then on it should take alpha + s / beta. If it takes far longer, the sender is at
-fault, unless the same receiver is late from another sender too.
+fault, unless the same receiver is late from another sender too. A sender whose disk is read for
+other events as well sends when the disk comes to it: the time until then does not count.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -46,19 +47,20 @@ def late_transfers(
     untold_s: float = 0.0,
     vague: Mapping[NodeId, AbstractSet[int]] | None = None,
     held: Mapping[NodeId, AbstractSet[int]] | None = None,
+    shared: Mapping[NodeId, float] | None = None,
 ) -> Iterator[Late]:
     """A plan's late transfers, in order of steps. `began`: when the plan was sent. `untold_s`: for
     how long a node may have a block before it says when it came. `vague`: blocks that each node
     has, but has not said that of. `held`: what each target holds. Transfers of blocks that targets
     held when the plan began are left out, and those whose senders do not have the block yet. None:
-    all transfers count.
+    all transfers count. `shared`: until when the disks of senders were read for other events, too.
 
     A transfer is considered once its sender has the block. A transfer that waits for another at
     either end is not late; only the other may be.
     """
     out_free: dict[NodeId, float] = {}
     in_free: dict[NodeId, float] = {}
-    vague = vague or {}
+    vague, shared = vague or {}, shared or {}
     for transfer in transfers:
         src, dst, block = transfer.src, transfer.dst, transfer.block
         over = arrived.get(dst, _NOTHING).get(block)
@@ -72,7 +74,7 @@ def late_transfers(
         due, until = in_free.get(dst, began), now if over is None else over
         if until - due > SLACK_S:  # nearly all are in time, whatever else they waited for
             came = arrived.get(src, _NOTHING).get(block, began)
-            due = max(began, came, out_free.get(src, began), due)
+            due = max(began, came, out_free.get(src, began), shared.get(src, began), due)
         out_free[src] = in_free[dst] = inf if over is None else over
         took = until - due
         if took <= SLACK_S:
@@ -96,6 +98,8 @@ class Pace:
         self._vague: dict[NodeId, set[int]] = {}
         self._sources: dict[NodeId, set[NodeId]] = {}
         """For each receiver, the senders from which it was late."""
+        self._shared: dict[NodeId, float] = {}
+        """When the disk of a sender was last seen to be read for other events, too."""
 
     def begin(self, now: float) -> None:
         """Starts a revision, when it is sent to the nodes."""
@@ -113,6 +117,10 @@ class Pace:
                     self._vague.setdefault(node, set()).add(block)
         if not vague and node in self._vague:
             self._vague[node].difference_update(blocks)
+
+    def share(self, nodes: Iterable[NodeId], now: float) -> None:
+        """The disks of these nodes are read for other events, too."""
+        self._shared.update(dict.fromkeys(nodes, now))
 
     def look(
         self,
@@ -138,6 +146,7 @@ class Pace:
             untold_s=untold_s,
             vague=self._vague,
             held=held,
+            shared=self._shared,
         ):
             src, dst = late.transfer.src, late.transfer.dst
             sources = self._sources.setdefault(dst, set())

@@ -38,7 +38,8 @@ class Machines:
         self._times_broken: dict[ModelId, int] = {}
         self._failed: list[tuple[ModelMachine, Exception]] = []
         """Machines that raised while another was told something. They break after that."""
-        self.rooms = Rooms(desk, self._claims, self._loading, self._reads)
+        self.rooms = Rooms(desk, self._claims, self._loading)
+        desk.reads = self._reads
         self._desk = desk
         self._alarms = alarms
 
@@ -56,9 +57,13 @@ class Machines:
                 yield from model.targets(priority)
 
     def _reads(self, asker: ModelId) -> list[Read]:
-        """What running events read from disks."""
-        found = self._of_each(asker, lambda model: model.event.read() if model.event else None)
-        return [read for read in found if read is not None]
+        """What running events of other models read from disks."""
+
+        def read(model: ModelMachine) -> Read | None:
+            own = model.record.model_id == asker
+            return model.event.read() if model.event is not None and not own else None
+
+        return [found for found in self._of_each(asker, read) if found is not None]
 
     def _claims(self, asker: ModelId) -> list[Claim]:
         """What each model has and wants."""

@@ -18,7 +18,7 @@ from services.planner.core.orders import report_s
 from services.planner.core.placement import Held
 from services.planner.core.stimuli import Answer, Pinged
 from services.planner.core.tickets import Ticket
-from services.planner.core.tiers import shares
+from services.planner.core.tiers import machine, shares
 from shared.errors import DigestMismatch, LambdaScaleError, PlanError
 from shared.ids import NodeId
 from shared.messages.pool import MEMORY
@@ -95,10 +95,18 @@ class Mending(EventBase):
         """Plans again if nodes are slow, so that others send in their stead where they can."""
         held, transfers = self._of_targets(), self.record.transfers
         untold_s = report_s(len(self.record.targets))
+        self._trust.share(self._read_for_others(), self._desk.at)
         slow = self._trust.slow(transfers, held, self._expected_s(), self._desk.at, untold_s)
         if slow and self.revisions_left > 0 and self._receiving():
             why = "; ".join(f"node {node} is slow: {late}" for node, late in slow.items())
             self._replan(Case(why, slow=frozenset(slow)))
+
+    def _read_for_others(self) -> list[NodeId]:
+        """The nodes that may read this model from disks which are read for other events, too."""
+        nodes, cluster = self._on_disk(), self._desk.cluster
+        reads = self._desk.reads(self._model.model_id) if nodes else ()
+        disks = {disk for read in reads for disk in read.left}
+        return [node for node in nodes if machine(cluster.nodes, node) in disks]
 
     def _expected_s(self) -> Callable[[Transfer], float]:
         """What a transfer should take. The links are looked at once somebody asks, which is seldom:

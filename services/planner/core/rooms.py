@@ -46,11 +46,9 @@ class Rooms:
         desk: Desk,
         claims: Callable[[ModelId], list[Claim]],
         loading: Callable[[int], Iterable[NodeId]],
-        reads: Callable[[ModelId], Sequence[Read]],
     ) -> None:
         """`claims`: asks all models on behalf of this one. `loading`: the targets of running
-        events that do not give way to a model of this priority. `reads`: what running events read
-        from disks, also on behalf of a model."""
+        events that do not give way to a model of this priority."""
         self.orders: list[GiveWay] = []
         """What has to give way. The planner empties the list."""
         self.waiting: set[ModelId] = set()
@@ -63,7 +61,6 @@ class Rooms:
         self._desk = desk
         self._claims = claims
         self._loading = loading
-        self._reads = reads
         self._promises: dict[NodeId, _Promise] = {}
 
     def must_leave(self, node: NodeId, model: ModelId) -> bool:
@@ -127,7 +124,7 @@ class Rooms:
             return ""
         disks = disks_of(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
         new = Read(dict.fromkeys(disks, inf), model.nbytes, model.priority)
-        running = self._reads(model.model_id)
+        running = self._desk.reads(model.model_id)
         wait_s = self._begins_in(new, turn, running)
         if not wait_s:
             first = self._first(turn, running)
@@ -167,7 +164,7 @@ class Rooms:
 
     def reading_s(self, model: ModelRecord) -> dict[str, float]:
         """`Links.reading_s` for an event of the model that begins."""
-        running, cluster = self._reads(model.model_id), self._desk.cluster
+        running, cluster = self._desk.reads(model.model_id), self._desk.cluster
         disks = apart(cluster.nodes, cluster.holders(model.model_id, [Tier.DISK]))
         if not (running and disks):
             return {}

@@ -1,6 +1,6 @@
 """Which nodes an event can rely on, judged by what was seen of them in it."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 
 from services.planner.core.lateness import Late, Pace
@@ -33,6 +33,10 @@ class Trust:
     def land(self, node: NodeId, blocks: Mapping[int, float], *, vague: bool = False) -> None:
         """See Pace."""
         self._pace.land(node, blocks, vague=vague)
+
+    def share(self, nodes: Iterable[NodeId], now: float) -> None:
+        """See Pace."""
+        self._pace.share(nodes, now)
 
     @property
     def look_at(self) -> float:

@@ -281,6 +281,23 @@ def test_a_target_s_own_disk_is_busy_too() -> None:
     assert asked_for(driver) == []
 
 
+@pytest.mark.parametrize(("disk", "slow"), [("a", False), ("d", True)])
+def test_a_disk_that_is_read_for_two_loads_is_not_slow(disk: str, slow: bool) -> None:
+    """The higher priority does not wait for its turn, so that both read at the same time."""
+    size = sum(model("one").block_bytes)
+    urgent = msgspec.structs.replace(model("two"), priority=1)
+    driver = on_disks(model("one"), urgent, nodes="ad", disk_bytes_per_s=2.0 * size)
+    driver.load(1, name="one", gateway="g1")
+    load(driver, "b", "a")
+    driver.load(1, name="two", gateway="g2")
+    load(driver, "c", disk)
+    for _ in range(20):
+        driver.wait(0.1)
+        driver.load(1, name="one", gateway="g1")
+    told = [transition.text for transition in driver.core.story(id_of("one"))]
+    assert any("node a is slow" in text for text in told) == slow
+
+
 def test_what_an_event_reads_is_looked_up_now_and_then() -> None:
     driver = on_disks(model("one"))
     driver.load(1, name="one", gateway="g1")
@@ -347,7 +364,7 @@ def test_room_that_was_made_stays_promised_while_its_model_waits_for_disks(
     driver.load(1, name="one", gateway="g1")
     assert [r.message.model_id for r in driver.all_asked(commands.Release)] == [id_of("asleep")]
     rooms = driver.core._machines.rooms
-    monkeypatch.setattr(rooms, "_reads", lambda asker: [Read({A: UNKNOWN}, 1, 0)])
+    monkeypatch.setattr(driver.core._desk, "reads", lambda asker: [Read({A: UNKNOWN}, 1, 0)])
     for _ in range(int(2 * PROMISE_S)):
         driver.wait(1.0)
         driver.load(1, name="one", gateway="g1")

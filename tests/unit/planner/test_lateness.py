@@ -74,6 +74,16 @@ def test_what_nodes_have_not_said_yet_may_be_there() -> None:
     assert [*pace.look(one, {B: set()}, 12.0, lambda _: 0.2, untold_s=1.0)] == [A]
 
 
+def test_a_disk_that_others_read_too_is_not_late_until_they_are_done() -> None:
+    pace, held, one = Pace(), {B: set[int]()}, CHAIN[:1]
+    pace.begin(10.0)
+    for now in (10.5, 11.5, 12.5):
+        pace.share([A], now)
+        assert pace.look(one, held, now, lambda _: 0.2) == {}
+    assert pace.look(one, held, 13.0, lambda _: 0.2) == {}
+    assert [*pace.look(one, held, 13.3, lambda _: 0.2)] == [A]
+
+
 def test_each_slow_sender_is_named_once() -> None:
     pace = Pace()
     pace.begin(10.0)
