@@ -73,7 +73,7 @@ class Desk:
         self.cause = ""
         self.out: list[Command] = []
         self.reads: Callable[[ModelId], Sequence[Read]] = lambda _: ()
-        """What running events of other models than this one read from disks."""
+        """What running events read from disks, but for those of the model that asks."""
         self.room_freed = False
         """Whether nodes that could not be had may be had now."""
         self.disks_at = inf

@@ -153,7 +153,12 @@ class HostCopies(KeptCopies):
             record = self._catalog.get(model)
             if record is None or len(tiers.get(Tier.CACHE, ())) < record.n_blocks:
                 continue
-            others = [i for i in self._staying(record) if i.node != info.node]
+            # What gives way on other nodes, as their reports do not show yet, may be this model.
+            others = [
+                other
+                for other in self._staying(record)
+                if other.node != info.node and (other.node, other.generation) not in self._dropping
+            ]
             machines = set(map(machine_of, others))
             last = model in self._kept and len(machines) < self.wanted(record)
             worth = self.worth_beside(record, others)

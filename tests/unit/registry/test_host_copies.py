@@ -212,6 +212,20 @@ def test_a_copy_beside_another_goes_before_the_only_one_of_a_model_that_is_used_
     assert up.tick() == ([], [(OTHER, "b")])
 
 
+def test_not_all_copies_of_a_model_go_at_once() -> None:
+    """Two other models sleep in the arenas beside its copies, and each wants the room of one."""
+    up = Nodes("a", "b", "c", room=SIZE)
+    third = ModelId("th1rd")
+    for model, name in ((MODEL, "llama"), (OTHER, "other"), (third, "third")):
+        up.publish(model, name)
+    for node, model in (("a", MODEL), ("b", third)):
+        up.holds(node, Tier.CACHE, OTHER)
+        up.holds(node, Tier.HOST, model)
+        up.holds("c", Tier.DISK, model)
+    _, dropped = up.tick()
+    assert dropped == [(OTHER, "a")]
+
+
 def test_the_only_copy_of_a_model_that_no_disk_has_stays() -> None:
     up = Nodes("a", room=SIZE)
     up.publish()
