@@ -210,7 +210,7 @@ class Frontend:
         if failure := await failure_of(asked, self._contain, f"the submission to {command.node}"):
             # Without a connection to the bus no instance is at fault, and the request waits until
             # there is a connection again.
-            error = NoResponders(NO_BUS) if isinstance(failure, CutOff) else failure
+            error = CutOff(NO_BUS) if isinstance(failure, CutOff) else failure
             self._log.info(
                 "attempt not taken",
                 request=submit.request,

@@ -29,6 +29,7 @@ from shared.errors import (
     AdapterUnavailable,
     BadInput,
     CapacityExceeded,
+    CutOff,
     LambdaScaleError,
     NoResponders,
     NotFound,
@@ -40,9 +41,10 @@ from shared.ids import InstanceId, ModelId, ModelName, NodeId
 from shared.messages.instances import InstanceSet
 from shared.messages.serving import Scores, Token
 
-REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders)
-"""Errors by which a node says that it does not take an attempt, or can no longer keep it. They do
-not count as failures of the request, which may try again as often as its time allows."""
+REFUSALS = (CapacityExceeded, NotFound, StaleEpoch, NoResponders, CutOff)
+"""Errors by which a node says that it does not take an attempt, or can no longer keep it, or that
+say that the gateway is cut off. They do not count as failures of the request, which may try again
+as often as its time allows."""
 
 NO_FAULT = (BadInput, NotReady)
 """Errors that say nothing about the instance."""
@@ -237,6 +239,8 @@ class Model:
             self._checks.failed(route, error, now)
         elif isinstance(error, BadInput) and not moves:
             self._attempts.fail(request, error)
+        elif isinstance(error, CutOff) and request.begun and not moves:
+            self._cut_off(request, route, error, now)
         elif isinstance(error, AdapterUnavailable):
             # No fault of the instance, which may go on without it.
             request.failures += 1
@@ -254,6 +258,15 @@ class Model:
             self._setbacks.over(request, attempt, route, reason, str(error), now)
             if moves and isinstance(error, SourceLost):
                 self._ask_again(request, now)
+
+    def _cut_off(self, request: Request, route: Route, error: CutOff, now: float) -> None:
+        """Its instance has the attempt, and could not be asked whether it goes on. It begins anew.
+        A node may have died of it meanwhile, and nobody could say so."""
+        if request.suspect:
+            self._suspects.broke(request, route, "refused", error, now, doubted=True)
+            return
+        request.leave(route.nodes, route.beyond(request, now))
+        self._setbacks.over(request, request.attempt, route, "refused", str(error), now)
 
     def lost(self, request: Request, attempt: int, detail: str, now: float) -> None:
         """A token of the attempt is missing."""

@@ -29,7 +29,8 @@ are suspects. Each goes on at once, but alone:
 - A request that has just moved away from the node, and does not have these tokens yet, is a suspect
   too: the node may not have heard in time that the request had left. So is a request that had to
   begin anew because another planner does not know its instance, or because the gateway has lost its
-  id. Nodes may have died of it while nobody looked, so the gateway asks which of them live.
+  id. Nodes may have died of it while nobody looked, so the gateway asks which of them live. What
+  begins anew because its gateway was cut off is one if it hears that the node died.
 
 What looks like a death may be a cut link or a paused process, or a replica that ended in good order
 before it had the request. That makes suspects too, since they lose little by it (of such a replica

@@ -2,9 +2,11 @@
 
 import pytest
 
-from services.gateway.core.commands import AskWhoDied, Send
+from services.gateway.core.commands import AskWhoDied, Command, Resumed, Send
+from services.gateway.core.model import SILENCE_S
 from services.gateway.core.routes import PAST
-from shared.ids import GatewayId
+from shared.errors import CutOff
+from shared.ids import GatewayId, RequestId
 from shared.messages.instances import Instance, InstanceState
 from tests.unit.gateway.dispatch.builders import Driver, sent
 from tests.unit.gateway.dispatch.deaths import alone, asked, dies, judge, refused, suspects
@@ -18,6 +20,15 @@ def left(driver: Driver) -> None:
     driver.give("a", 1, 0)
     driver.publish(path(1, 2, state=InstanceState.MOVING), replica(3), replica(4))
     driver.take("a", 2)
+
+
+def cut_off(driver: Driver, attempt: int) -> list[Command]:
+    """Its instance has the attempt, and is to be asked whether it goes on, but NATS is away."""
+    driver.take("a", attempt)
+    driver.later(SILENCE_S)
+    commands = driver.dispatch.on_not_taken(RequestId("a"), attempt, CutOff("away"), driver.now)
+    driver.dispatch.validate()
+    return commands
 
 
 def takes_over(driver: Driver, *instances: Instance) -> AskWhoDied:
@@ -146,3 +157,38 @@ def test_a_path_that_nothing_runs_on_makes_no_suspects_when_it_goes() -> None:
     driver = Driver()
     left(driver)
     assert sent(driver.publish(replica(3), replica(4))) == []
+
+
+def test_a_gateway_that_was_cut_off_takes_no_node_for_dead() -> None:
+    driver = Driver(replica(1), replica(2))
+    driver.admit("a")
+    commands = cut_off(driver, 1)
+    assert [each.reason for each in commands if isinstance(each, Resumed)] == ["refused"]
+    assert alone(commands) == {"a": False}
+    driver.take("a", 2)
+    commands = dies(driver, 2)
+    assert not asked(commands), "it is the first death"
+    assert alone(driver.later(1.0)) == {"a": True}
+
+
+def test_a_node_that_died_while_its_gateway_was_cut_off_counts() -> None:
+    driver = Driver(replica(1))
+    driver.admit("a")
+    cut_off(driver, 1)
+    dies(driver, 1)
+    assert alone(driver.publish(replica(2), replica(3))) == {"a": True}
+    driver.take("a", 2)
+    (ask,) = asked(dies(driver, 2))
+    assert refused(judge(driver, ask, dead=True)) == ["a"]
+
+
+@pytest.mark.parametrize("dead", [True, False])
+def test_a_trial_that_ends_because_its_gateway_was_cut_off_counts_if_its_node_died(
+    dead: bool,
+) -> None:
+    driver = Driver()
+    suspects(driver, "a")
+    driver.publish(replica(2), replica(3))
+    (ask,) = asked(cut_off(driver, 2))
+    assert refused(judge(driver, ask, dead=dead)) == (["a"] if dead else [])
+    driver.dispatch.validate()
