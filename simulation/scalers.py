@@ -135,6 +135,6 @@ def least_tokens(table: Table, request: Request, now: float, draw: Draw) -> Rout
     return min(with_kv(free, request, now), key=lambda route: route.load(), default=None)
 
 
-FEWEST_REQUESTS = Routing(math.inf, math.inf, least_requests, affinity=False)
+FEWEST_REQUESTS = Routing(math.inf, math.inf, least_requests, affinity=False, by_due_date=False)
 """Prompts are handed out as long as slots are free, however many wait for their prefill there."""
-FEWEST_TOKENS = Routing(math.inf, math.inf, least_tokens, affinity=False)
+FEWEST_TOKENS = Routing(math.inf, math.inf, least_tokens, affinity=False, by_due_date=False)

@@ -27,7 +27,7 @@ class Policy:
 
 
 def _routing(choice: Choose) -> Routing:
-    return Routing(inf, inf, choice, affinity=False)
+    return Routing(inf, inf, choice, affinity=False, by_due_date=False)
 
 
 def two_choices(_: Length) -> Routing:

@@ -136,6 +136,19 @@ def test_an_earlier_rank_goes_first(ranks: Sequence[tuple[str, int]]) -> None:
     assert order == sorted(order)
 
 
+@given(places=st.lists(st.tuples(st.sampled_from("ab"), st.integers(0, 5)), max_size=30))
+def test_of_one_tenant_the_least_place_goes_first_and_then_who_came_first(
+    places: Sequence[tuple[str, int]],
+) -> None:
+    queue: FairQueue[int] = FairQueue()
+    for number, (tenant, place) in enumerate(places):
+        queue.add(number, share(tenant), 5, place)
+    order = begun(queue, len(places))
+    for tenant in "ab":
+        found = [(places[item][1], item) for item in order if places[item][0] == tenant]
+        assert found == sorted(found)
+
+
 def test_those_who_have_most_for_their_weight_make_room() -> None:
     queue: FairQueue[str] = FairQueue()
     for number in range(6):
@@ -167,15 +180,22 @@ class Machine(RuleBasedStateMachine):
         super().__init__()
         self.queue: FairQueue[int] = FairQueue()
         self.new: dict[int, tuple[str, int]] = {}
+        self.places: list[int] = []
         self.again: list[int] = []
         self.running: list[int] = []
         self.passed: list[int] = []
         self.count = 0
 
-    @rule(tenant=st.sampled_from("ab"), rank=st.integers(0, 1), work=st.integers(1, MOST))
-    def add(self, tenant: str, rank: int, work: int) -> None:
+    @rule(
+        tenant=st.sampled_from("ab"),
+        rank=st.integers(0, 1),
+        work=st.integers(1, MOST),
+        place=st.integers(0, 3),
+    )
+    def add(self, tenant: str, rank: int, work: int, place: int) -> None:
         self.restore()
-        self.queue.add(self.count, share(tenant, rank), work)
+        self.queue.add(self.count, share(tenant, rank), work, place)
+        self.places.append(place)
         self.new[self.count] = tenant, rank
         self.count += 1
 
@@ -193,7 +213,8 @@ class Machine(RuleBasedStateMachine):
             tenant, rank = self.new.pop(item)
             left = {k: v for k, v in self.new.items() if k not in self.passed}
             assert rank <= min((v[1] for v in left.values()), default=rank)
-            assert item <= min((k for k, v in left.items() if v == (tenant, rank)), default=item)
+            others = (k for k, v in left.items() if v == (tenant, rank))
+            assert all((self.places[item], item) < (self.places[k], k) for k in others)
         self.queue.start(item)
         self.running.append(item)
 

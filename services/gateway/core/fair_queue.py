@@ -13,14 +13,16 @@ while it had nothing to ask is gone. So
   other tenant at most;
 - if anything waits, something is next.
 
-An item of an earlier rank goes before all of later ranks. Items that have begun and come back go
-before everything, in the order in which they are given back: their work is counted already. What an
-item did not use is taken off its tenant's tag when it ends.
+An item of an earlier rank goes before all of later ranks. The items of one tenant and rank go in
+the order of their places. Items that have begun and come back go before everything, in the order in
+which they are given back: their work is counted already. What an item did not use is taken off its
+tenant's tag when it ends.
 
-Every step takes O(log tenants), but for `make_room`.
+Every step takes O(log tenants), and to find a place O(log items) comparisons, but for `make_room`.
 """
 
 import heapq
+from bisect import bisect_left, insort
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -45,6 +47,18 @@ class Share:
 ALONE = Share()
 
 
+@dataclass(frozen=True, slots=True, order=True)
+class _Waiting(Generic[T]):
+    """An item that waits for the first time."""
+
+    place: float
+    number: int
+    """How many came before it."""
+    item: T = field(compare=False)
+    share: Share = field(compare=False)
+    work: int = field(compare=False)
+
+
 @dataclass(slots=True, eq=False)
 class _Flow(Generic[T]):
     """What waits for one tenant in one rank."""
@@ -54,8 +68,8 @@ class _Flow(Generic[T]):
     """Of its first item, or of the next that comes."""
     base: float = 0.0
     """What it was when the tenant last began to wait."""
-    waiting: "OrderedDict[T, int]" = field(default_factory=OrderedDict)
-    """Items, with their work, the oldest first."""
+    waiting: "list[_Waiting[T]]" = field(default_factory=list)
+    """The first one is next."""
     entry: int = 0
     """Which entry of the heap is valid; 0: none."""
 
@@ -82,34 +96,35 @@ class _Begun:
 class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank[T]] = {}
-        self._shares: dict[T, Share] = {}
-        """Of items that wait for the first time."""
+        self._new: dict[T, _Waiting[T]] = {}
         self._begun: dict[T, _Begun] = {}
         """Items that have begun and not ended, in the queue again or not."""
         self._again: OrderedDict[T, None] = OrderedDict()
-        self._passed: list[tuple[T, int | None]] = []
-        """Items that are passed over now, in order, with their work; None: they had begun."""
+        self._passed: list[T] = []
+        """Items that are passed over now, in order."""
         self._counts: Counter[str] = Counter()
         """How many items wait for the first time, by tenant."""
         self._weights: dict[str, float] = {}
-        self._entries = 0
+        self._entries = self._count = 0
 
     def __len__(self) -> int:
-        return len(self._shares) + len(self._again)
+        return len(self._new) + len(self._again)
 
     def __contains__(self, item: T) -> bool:
-        return item in self._shares or item in self._again
+        return item in self._new or item in self._again
 
     def __iter__(self) -> Iterator[T]:
         """All that wait, in no order that matters."""
         yield from self._again
-        yield from self._shares
+        yield from self._new
 
     # --- coming and going ----------------------------------------------------
 
-    def add(self, item: T, share: Share, work: int) -> None:
-        """An item that has not begun yet, behind those of its tenant and rank."""
-        self._shares[item] = share
+    def add(self, item: T, share: Share, work: int, place: float = 0.0) -> None:
+        """An item that has not begun yet. Among those of its tenant and rank it is behind all whose
+        `place` is not greater."""
+        self._count += 1
+        waiting = self._new[item] = _Waiting(place, self._count, item, share, work)
         self._counts[share.tenant] += 1
         self._weights[share.tenant] = share.weight
         rank = self._ranks.setdefault(share.rank, _Rank())
@@ -118,7 +133,7 @@ class FairQueue(Generic[T]):
             self._forget_idle(rank)
             flow = rank.flows[share.tenant] = _Flow(share.weight, rank.now)
         flow.weight = share.weight
-        flow.waiting[item] = work
+        insort(flow.waiting, waiting)
         if len(flow.waiting) == 1:
             flow.base = flow.tag = max(flow.tag, rank.now)
             self._enter(rank, flow, share.tenant)
@@ -138,12 +153,7 @@ class FairQueue(Generic[T]):
         if item in self._again:
             del self._again[item]
             return
-        share = self._leave(item)
-        rank = self._ranks[share.rank]
-        flow = rank.flows[share.tenant]
-        del flow.waiting[item]
-        if not flow.waiting:
-            flow.entry = 0
+        self._take(self._leave(item))
 
     def end(self, item: T, unused: int) -> None:
         """An item that had begun has ended, and did so much less work than it was counted for."""
@@ -167,7 +177,7 @@ class FairQueue(Generic[T]):
             return next(iter(self._again))
         for number in sorted(self._ranks):
             if flow := self._first(self._ranks[number]):
-                return next(iter(flow.waiting))
+                return flow.waiting[0].item
         return None
 
     def start(self, item: T) -> None:
@@ -175,13 +185,13 @@ class FairQueue(Generic[T]):
         if item in self._again:
             del self._again[item]
             return
-        share = self._leave(item)
+        waiting = self._leave(item)
+        share = waiting.share
+        flow = self._take(waiting)
         rank = self._ranks[share.rank]
-        flow = rank.flows[share.tenant]
-        work = flow.waiting.pop(item)
-        self._begun[item] = _Begun(share, work)
+        self._begun[item] = _Begun(share, waiting.work)
         rank.now = max(rank.now, flow.tag)
-        flow.tag += work / flow.weight
+        flow.tag += waiting.work / flow.weight
         flow.entry = 0
         rank.last = max(rank.last, flow.tag)
         if flow.waiting:
@@ -191,30 +201,25 @@ class FairQueue(Generic[T]):
 
     def pass_over(self, item: T) -> None:
         """The item whose turn it is lets others go first, until `restore`."""
+        self._passed.append(item)
         if item in self._again:
             del self._again[item]
-            self._passed.append((item, None))
-            return
-        share = self._shares[item]
-        flow = self._ranks[share.rank].flows[share.tenant]
-        self._passed.append((item, flow.waiting.pop(item)))
-        if not flow.waiting:
-            flow.entry = 0
+        else:
+            self._take(self._new[item])
 
     def restore(self) -> None:
         """Those that were passed over have their places again."""
         while self._passed:
-            item, work = self._passed.pop()
-            if work is None:
+            item = self._passed.pop()
+            waiting = self._new.get(item)
+            if waiting is None:
                 self.put_back([item])
                 continue
-            share = self._shares[item]
-            rank = self._ranks[share.rank]
-            flow = rank.flows[share.tenant]
-            flow.waiting[item] = work
-            flow.waiting.move_to_end(item, last=False)
+            rank = self._ranks[waiting.share.rank]
+            flow = rank.flows[waiting.share.tenant]
+            insort(flow.waiting, waiting)
             if not flow.entry:
-                self._enter(rank, flow, share.tenant)
+                self._enter(rank, flow, waiting.share.tenant)
 
     # --- shares of the queue -------------------------------------------------
 
@@ -240,19 +245,27 @@ class FairQueue(Generic[T]):
         """The items of a tenant that would be the last to begin."""
         for number in sorted(self._ranks, reverse=True):
             if flow := self._ranks[number].flows.get(tenant):
-                last = islice(reversed(flow.waiting), count)
-                for item in last:
+                for waiting in islice(reversed(flow.waiting), count):
                     count -= 1
-                    yield item
+                    yield waiting.item
 
     # --- within --------------------------------------------------------------
 
-    def _leave(self, item: T) -> Share:
-        share = self._shares.pop(item)
-        self._counts[share.tenant] -= 1
-        if not self._counts[share.tenant]:
-            del self._counts[share.tenant], self._weights[share.tenant]
-        return share
+    def _leave(self, item: T) -> "_Waiting[T]":
+        waiting = self._new.pop(item)
+        tenant = waiting.share.tenant
+        self._counts[tenant] -= 1
+        if not self._counts[tenant]:
+            del self._counts[tenant], self._weights[tenant]
+        return waiting
+
+    def _take(self, waiting: "_Waiting[T]") -> _Flow[T]:
+        """Takes it from its tenant's, which are returned."""
+        flow = self._ranks[waiting.share.rank].flows[waiting.share.tenant]
+        del flow.waiting[bisect_left(flow.waiting, waiting)]
+        if not flow.waiting:
+            flow.entry = 0
+        return flow
 
     def _enter(self, rank: _Rank[T], flow: _Flow[T], tenant: str) -> None:
         self._entries += 1

@@ -93,7 +93,7 @@ class Model:
     def ask(self, request: Request) -> None:
         """Takes in a new request."""
         self.demand.ask(request)
-        self.queue.add(request, request.share, request.cost)
+        self.queue.add(request, request.share, request.cost, self.turns.place(request))
 
     def make_room(self, requests: Sequence[Request], now: float) -> None:
         """Lets all of a call's requests into the queue, or none. If it is full, the last requests

@@ -14,7 +14,14 @@ with a long prompt has few of them once that is prefilled, and keeps its KV unti
 of the candidates those count that have KV left for the request. Where none has, it waits inside the
 node with the most, which begins it in the very step in which enough comes free, or goes to another
 one that has enough earlier (`moves`). One request waits inside a node; all others stay in the
-queue, in their order, so that a longer prompt is not overtaken by shorter ones.
+queue, in their order, so that a longer prompt is not overtaken by shorter ones that may use the KV
+which comes free.
+
+In the queue the requests of a tenant go in the order in which idle instances would give their first
+tokens: by when they came, and what their prefill takes (earliest due date: Jackson, Scheduling a
+production line to minimize maximum tardiness, 1955). So where many wait, a prompt lets shorter ones
+go first that came a little later. Requests wait less in the mean, and fewer of them wait for long.
+And nobody is overtaken by what comes later than its own first token was due, however short that is.
 """
 
 from bisect import bisect
@@ -118,6 +125,9 @@ class Routing:
     choose: Callable[[Table, Request, float, Draw], Route | None] = choose
     affinity: bool = True
     """Whether requests go where their KV lies (`affinity`)."""
+    by_due_date: bool = True
+    """Whether the requests of a tenant go by when their first tokens are due. If not, they go in
+    the order in which they came."""
     refuses: bool = True
     """Whether requests are refused that would miss the model's objective."""
 

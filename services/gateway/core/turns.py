@@ -1,4 +1,4 @@
-"""When requests that come now would have their turn, and whether they are let in."""
+"""Where requests wait, when new ones would have their turn, and whether they are let in."""
 
 from collections.abc import Sequence
 
@@ -25,6 +25,13 @@ class Turns:
         self._coming: Coming | None = None
         self._coming_at = 0.0
         """When that was so."""
+
+    def place(self, request: Request) -> float:
+        """Where the request waits among those of its tenant (`routing` has the rule). Until nodes
+        have measured a prefill, that is when it came."""
+        by_due_date = self._rules.routing.by_due_date
+        prefill_s = self._table.prefill_s * len(request.prompt) if by_due_date else 0.0
+        return request.waiting_since + prefill_s
 
     def hear(self, coming: Coming | None, now: float) -> None:
         """The planner has said what the model's scaling event brings."""

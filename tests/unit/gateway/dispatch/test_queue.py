@@ -40,6 +40,29 @@ def test_requests_wait_in_order_for_a_slot() -> None:
     assert [name for name, *_ in sent(driver.publish(replica(1, slots=3)))] == ["d"]
 
 
+@pytest.mark.parametrize(("by_due_date", "first"), [(True, "short"), (False, "long")])
+def test_a_prompt_lets_shorter_ones_go_first_that_come_a_little_later(
+    by_due_date: bool, first: str
+) -> None:
+    driver = Driver(routing=Routing(by_due_date=by_due_date))
+    driver.publish(replica(1, slots=1), step_s=0.01)
+    driver.admit("runs")
+    driver.admit("long", prompt=104)  # a second more than a short one
+    driver.now += 0.9
+    driver.admit("short")
+    assert [name for name, *_ in sent(driver.give("runs", 1, 0, "stop"))] == [first]
+
+
+def test_a_prompt_is_not_overtaken_by_what_comes_much_later() -> None:
+    driver = Driver()
+    driver.publish(replica(1, slots=1), step_s=0.01)
+    driver.admit("runs")
+    driver.admit("long", prompt=104)
+    driver.now += 1.1
+    driver.admit("short")
+    assert [name for name, *_ in sent(driver.give("runs", 1, 0, "stop"))] == ["long"]
+
+
 def test_who_is_refused_is_told_when_the_queue_will_have_moved() -> None:
     driver = Driver(replica(1, slots=1))
     driver.admit("first")
@@ -233,7 +256,7 @@ def test_tokens_with_log_probabilities_count_twice(
     )
     driver.admit(*(f"o{number}" for number in range(20)), prompt=198, max_tokens=2, share=OTHER)
     rank = driver.dispatch._models[MODEL].queue._ranks[0]
-    works = {name: set(flow.waiting.values()) for name, flow in rank.flows.items() if flow.waiting}
+    works = {name: {each.work for each in flow.waiting} for name, flow in rank.flows.items()}
     assert works[OTHER.tenant] == {200}
     (told_work,) = works[FLOOD.tenant]
     assert 390 <= told_work <= 400
