@@ -53,7 +53,7 @@ class _Waiting(Generic[T]):
 
     place: float
     number: int
-    """How many came before it."""
+    """Items are numbered as they come."""
     item: T = field(compare=False)
     share: Share = field(compare=False)
     work: int = field(compare=False)
@@ -97,6 +97,7 @@ class FairQueue(Generic[T]):
     def __init__(self) -> None:
         self._ranks: dict[int, _Rank[T]] = {}
         self._new: dict[T, _Waiting[T]] = {}
+        """Items that wait for the first time."""
         self._begun: dict[T, _Begun] = {}
         """Items that have begun and not ended, in the queue again or not."""
         self._again: OrderedDict[T, None] = OrderedDict()
