@@ -27,9 +27,9 @@ class Turns:
         """When that was so."""
 
     def place(self, request: Request) -> float:
-        """Where the request waits among those of its tenant (`routing` has the rule): when its first
-        token would be due on an idle instance with nothing cached. Until nodes have measured a
-        prefill, that is when it came."""
+        """Where the request waits among those of its tenant (`routing` has the rule): the time at
+        which an idle instance with nothing cached would give its first token. Until nodes have
+        measured a prefill, that is when it came."""
         by_due_date = self._rules.routing.by_due_date
         prefill_s = self._table.prefill_s * len(request.prompt) if by_due_date else 0.0
         return request.waiting_since + prefill_s
