@@ -106,7 +106,7 @@ class FairQueue(Generic[T]):
         self._counts: Counter[str] = Counter()
         """How many items wait for the first time, by tenant."""
         self._weights: dict[str, float] = {}
-        self._entries = self._count = 0
+        self._entries = self._came = 0
 
     def __len__(self) -> int:
         return len(self._new) + len(self._again)
@@ -124,8 +124,8 @@ class FairQueue(Generic[T]):
     def add(self, item: T, share: Share, work: int, place: float = 0.0) -> None:
         """An item that has not begun yet. Among those of its tenant and rank it is behind all whose
         `place` is not greater."""
-        self._count += 1
-        waiting = self._new[item] = _Waiting(place, self._count, item, share, work)
+        self._came += 1
+        waiting = self._new[item] = _Waiting(place, self._came, item, share, work)
         self._counts[share.tenant] += 1
         self._weights[share.tenant] = share.weight
         rank = self._ranks.setdefault(share.rank, _Rank())
@@ -261,7 +261,7 @@ class FairQueue(Generic[T]):
         return waiting
 
     def _take(self, waiting: "_Waiting[T]") -> _Flow[T]:
-        """Takes it from its tenant's, which are returned."""
+        """Takes it out of its tenant's flow, which is returned."""
         flow = self._ranks[waiting.share.rank].flows[waiting.share.tenant]
         del flow.waiting[bisect_left(flow.waiting, waiting)]
         if not flow.waiting:
