@@ -189,12 +189,12 @@ def _checked(paths: Sequence[Path]) -> list[Path]:
 
 
 def _tested(path: Path) -> Path | None:
-    """The longest path in the sources that this path of tests/unit mirrors."""
+    """The longest path in the sources that this path of tests/unit mirrors, if it has Python."""
     if path.parts[:2] != ("tests", "unit"):
         return None
     for end in range(len(path.parts), 2, -1):
         mirrored = Path(*path.parts[2:end])
         for source in (Path("services") / mirrored, mirrored):
-            if (ROOT / source).is_dir():
+            if any((ROOT / source).glob("*.py")):
                 return source
     return None

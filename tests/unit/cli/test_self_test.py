@@ -38,6 +38,7 @@ def test_fast_tests_take_no_torch() -> None:
         (["-k", "costs"], []),
         (["tests/unit/planner/test_costs.py::test_x[1]"],
          ["services/planner", "tests/unit/planner/test_costs.py"]),
+        (["tests/unit/deploy"], ["tests/unit/deploy"]),  # deploy has no Python
         (["-x", "tests/unit/planner/multicast"],
          ["services/planner", "tests/unit/planner/multicast"]),
         (["tests/unit/simulation", "tests/sim"],
